@@ -1,0 +1,98 @@
+"""Every bound of the product: name with unit, value, and the reason for the value.
+
+Whoever needs a bound takes it from here; relations that must hold between bounds are asserted at the end, so that a
+change that breaks one fails at import.
+"""
+
+from __future__ import annotations
+
+# --- Send leases (P2P) -------------------------------------------------------------------------------------------------
+LEASE_TTL_S = 30.0
+"""A producer keeps unread blocks this long after the last renewal it acknowledged. A decode engine that died frees them
+within this time; a queueing one renews and loses nothing."""
+LEASE_TTL_MIN_S = 1.0
+LEASE_MAX_S = 300.0
+"""No lease outlives the end of its prefill by more than this, whoever renews it."""
+LEASE_MARGIN_S = 2.0
+"""The time rule trusts a lease only up to ttl minus this: it covers timer slack, not clock skew (one clock is used)."""
+RENEWALS_PER_TTL = 5
+"""Renewals sent within one ttl, so that four in a row may be lost."""
+MAX_TRANSFERS = 65_536
+"""Transfers a producer remembers at once, verdicts of ended ones included; the oldest ended ones are forgotten first."""
+VERDICT_MEMORY_S = 120.0
+"""How long a producer answers for an ended transfer; longer than any reader may still be asking."""
+MAX_READERS_PER_TRANSFER = 64
+"""Readers (decode incarnation, request) of one transfer: n>1 children and retries, never a fleet."""
+MAX_PINNED_RATIO = 0.5
+"""Share of an engine's KV blocks that leases may hold; above it the oldest unread leases are revoked."""
+
+# --- The decode side ----------------------------------------------------------------------------------------------------
+PEER_ANSWER_S = 5.0
+"""A peer that leaves a message unanswered this long is taken for lost. A side channel beside a spinning engine loop
+answers within 0.3 s at the worst measured, so this is silence, not slowness."""
+RESEND_S = 0.5
+"""Unanswered messages are sent again after this; every message is idempotent."""
+OFFER_WAIT_S = 120.0
+"""How long decode waits for a prefill that has not ended yet, while the peer keeps answering."""
+READ_WAIT_S = 60.0
+"""Upper bound on the reads of one request; when it passes, no further engine call of it is started."""
+MAX_WAITING_REQUESTS = 8_192
+"""Requests of one decode engine that may wait for remote KV; the rest computes locally."""
+MIN_REMOTE_TOKENS = 1
+"""Fewer remote tokens than this are cheaper to compute than to fetch."""
+MAX_PEERS = 1_024
+"""Producers a decode engine keeps a handshake with; the longest unused one is forgotten first."""
+QUARANTINE_S = 60.0
+"""How long blocks of an UNKNOWN read stay out of circulation where the engine offers no fence: the TCP transport of
+Mooncake gives up a transfer without progress after 30 s (bytes seen landing up to 24 s late, none from 26 s on), Ascend's
+after 2 x (10 s connect + 10 s transfer)."""
+
+# --- Engine calls -------------------------------------------------------------------------------------------------------
+MAX_CALL_BYTES = 64 << 20
+"""Bytes of one engine call. Small enough that requests share the wire call by call and that the timeout of one call is
+short; large enough that the fixed cost of a call (below 1 ms) does not show."""
+MAX_CALL_DESCRIPTORS = 1_024
+"""Descriptors of one engine call: Mooncake's TCP transport queues 1,024 to a peer before it starts to refuse."""
+ENGINE_CALL_S = 10.0
+"""MC_TRANSFER_TIMEOUT we set (seconds, Mooncake's minimum is 5): the longest an engine call blocks on a silent peer."""
+TCP_QUEUED_TRANSFERS = 65_535
+"""MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER we set: a full queue can wedge a peer for ever (Mooncake 0.3.13.post1)."""
+MAX_DESCRIPTORS_PER_REQUEST = 262_144
+"""Descriptor budget of one request and rank: at 16-20 us a descriptor over TCP this is 5 s. Above it the planner copies
+whole parts and permutes on the device."""
+MAX_MERGED_DESCRIPTOR_BYTES = 4 << 20
+"""Neighbouring runs are merged up to this: throughput is flat from 96 KiB a descriptor on."""
+MAX_REGIONS = 256
+"""Registered memory regions of one engine (Ascend's limit)."""
+
+# --- Messages ------------------------------------------------------------------------------------------------------------
+MAX_MESSAGE_BYTES = 16 << 20
+"""A side-channel message: a layout of 256 layers or the block table of a million-token prompt is far below."""
+MAX_ID_CHARS = 512
+"""Request and transfer ids, host names: longer ones are not ids."""
+MAX_GROUPS = 64
+MAX_BLOCKS_PER_TRANSFER = 1 << 20
+MAX_INBOX = 65_536
+"""Messages between threads; overflow is a counted refusal, never growth."""
+PARAMS_MAX_AGE_S = 600.0
+"""Signed kv_transfer_params older than this are not accepted."""
+
+# --- The waiting engine --------------------------------------------------------------------------------------------------
+EMPTY_STEP_WAIT_S = 0.005
+"""Longest sleep in a step that has nothing to run. Neither vLLM's input queue nor a new request can end it, so it is
+also what a new request may be late by; 5 ms was not measurable in its TTFT."""
+
+# --- Proxy -----------------------------------------------------------------------------------------------------------------
+UPSTREAM_KEEPALIVE_S = 2.0
+"""Pooled upstream connections are dropped well before uvicorn closes them (5 s)."""
+MAX_BODY_BYTES = 64 << 20
+
+assert LEASE_TTL_MIN_S < LEASE_TTL_S < LEASE_MAX_S
+assert LEASE_TTL_S / RENEWALS_PER_TTL + 2 * RESEND_S < LEASE_TTL_S - LEASE_MARGIN_S, (
+    "a lost renewal must not cost a lease"
+)
+assert RESEND_S * 2 < PEER_ANSWER_S, "a lost message must not look like a lost peer"
+assert VERDICT_MEMORY_S > READ_WAIT_S + ENGINE_CALL_S + PEER_ANSWER_S, "a late reader must still get its verdict"
+assert QUARANTINE_S > 2 * 20.0 and QUARANTINE_S > 30.0 + ENGINE_CALL_S, "nothing may land after the quarantine"
+assert MAX_MERGED_DESCRIPTOR_BYTES <= MAX_CALL_BYTES
+assert EMPTY_STEP_WAIT_S <= 0.005

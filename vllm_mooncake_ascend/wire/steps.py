@@ -1,0 +1,78 @@
+"""Scheduler -> worker step and worker -> scheduler results: the connector's metadata of one engine step.
+
+vLLM pickles both between the processes of one engine; they carry no device object. An idle step is `EMPTY_STEP`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from vllm_mooncake_ascend.layout.plane import RankLayout
+from vllm_mooncake_ascend.types import Incarnation, Outcome, RequestId, TransferId
+
+
+class PeerRanks(msgspec.Struct, frozen=True, kw_only=True):
+    """Layout of a producer, sent to the workers once before the first read from it."""
+
+    incarnation: Incarnation
+    ranks: tuple[RankLayout, ...]
+
+
+class ReadOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """Read the KV of prompt tokens [first_token, end_token) of one transfer into local blocks.
+
+    `remote_block_ids` and `local_block_ids` are per KV cache group, counted from prompt token 0; positions before
+    `first_token` may be 0 (null) on either side. `request_id` is the local one.
+    """
+
+    transfer_id: TransferId
+    request_id: RequestId
+    incarnation: Incarnation
+    first_token: int
+    end_token: int
+    remote_block_ids: tuple[tuple[int, ...], ...]
+    local_block_ids: tuple[tuple[int, ...], ...]
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """Tell vLLM, in this step, that the receive of a request has ended; every worker reports it once."""
+
+    request_id: RequestId
+    ok: bool
+    block_ids: tuple[int, ...]
+    """Blocks to name as invalid on vLLM < 0.30 when not ok."""
+
+
+class WorkerStep(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker must do in this step. Order of execution: peers, forget, cancels, reads, reports."""
+
+    peers: tuple[PeerRanks, ...] = ()
+    forget: tuple[Incarnation, ...] = ()
+    cancels: tuple[TransferId, ...] = ()
+    reads: tuple[ReadOrder, ...] = ()
+    reports: tuple[Report, ...] = ()
+    reading: bool = False
+    """Some read is under way and nothing is scheduled: the worker may sleep for a moment instead of spinning."""
+
+
+EMPTY_STEP = WorkerStep()
+
+
+class ReadEnded(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's read has ended: no call of it is under way and none will start."""
+
+    transfer_id: TransferId
+    request_id: RequestId
+    rank: int
+    outcome: Outcome
+    reason: str
+    num_bytes: int
+    num_descriptors: int
+    seconds: float
+    """Wall time from the start of the first engine call to the end of the last."""
+
+
+class WorkerResults(msgspec.Struct, frozen=True, kw_only=True):
+    """What one worker (or, after aggregation, all of them) has to tell its scheduler."""
+
+    ended: tuple[ReadEnded, ...] = ()
