@@ -88,11 +88,9 @@ UPSTREAM_KEEPALIVE_S = 2.0
 MAX_BODY_BYTES = 64 << 20
 
 assert LEASE_TTL_MIN_S < LEASE_TTL_S < LEASE_MAX_S
-assert LEASE_TTL_S / RENEWALS_PER_TTL + 2 * RESEND_S < LEASE_TTL_S - LEASE_MARGIN_S, (
-    "a lost renewal must not cost a lease"
-)
+assert LEASE_TTL_S / RENEWALS_PER_TTL + 2 * RESEND_S < LEASE_TTL_S - LEASE_MARGIN_S, "a lost renewal must not cost a lease"
 assert RESEND_S * 2 < PEER_ANSWER_S, "a lost message must not look like a lost peer"
 assert VERDICT_MEMORY_S > READ_WAIT_S + ENGINE_CALL_S + PEER_ANSWER_S, "a late reader must still get its verdict"
-assert QUARANTINE_S > 2 * 20.0 and QUARANTINE_S > 30.0 + ENGINE_CALL_S, "nothing may land after the quarantine"
+assert max(2 * 20.0, 30.0 + ENGINE_CALL_S) < QUARANTINE_S, "nothing may land after the quarantine"
 assert MAX_MERGED_DESCRIPTOR_BYTES <= MAX_CALL_BYTES
 assert EMPTY_STEP_WAIT_S <= 0.005

@@ -168,10 +168,6 @@ class TimerFired(_Event, frozen=True, kw_only=True):
     """The time that `next_timer()` named has come (or passed)."""
 
 
-ProducerEvent = Union[
-    PrefillArrived, PrefillProgressed, PrefillPreempted, PrefillEnded, ReaderSpoke, LeasesRevoked, TimerFired
-]
-ConsumerEvent = Union[
-    RequestArrived, BlocksAllocated, RequestEnded, ProducerSpoke, PeerDisconnected, RankReadEnded, TimerFired
-]
+ProducerEvent = Union[PrefillArrived, PrefillProgressed, PrefillPreempted, PrefillEnded, ReaderSpoke, LeasesRevoked, TimerFired]
+ConsumerEvent = Union[RequestArrived, BlocksAllocated, RequestEnded, ProducerSpoke, PeerDisconnected, RankReadEnded, TimerFired]
 ReaderEvent = Union[ReadPlanned, ReadRefused, ReadCancelled, CallEnded, TimerFired]

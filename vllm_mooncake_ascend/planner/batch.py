@@ -34,6 +34,4 @@ class CopyBatch:
 
     def part(self, start: int, end: int) -> CopyBatch:
         """Descriptors [start, end) as a batch of their own."""
-        return CopyBatch(
-            self.local_addresses[start:end], self.remote_addresses[start:end], self.lengths_bytes[start:end]
-        )
+        return CopyBatch(self.local_addresses[start:end], self.remote_addresses[start:end], self.lengths_bytes[start:end])

@@ -165,9 +165,7 @@ def _integer(params: Mapping[str, Any], key: str, lowest: int, highest: int) -> 
 def _digest(params: Mapping[str, Any]) -> bytes:
     value = params.get("remote_prompt_digest", "")
     if not isinstance(value, str) or len(value) not in (0, 64):
-        raise RemoteProtocolError(
-            f"kv_transfer_params['remote_prompt_digest'] must be 64 hex digits, got {_shown(value)}"
-        )
+        raise RemoteProtocolError(f"kv_transfer_params['remote_prompt_digest'] must be 64 hex digits, got {_shown(value)}")
     try:
         return bytes.fromhex(value)
     except ValueError as error:
