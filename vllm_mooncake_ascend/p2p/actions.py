@@ -73,9 +73,13 @@ class OrderRead(_Action, frozen=True, kw_only=True):
 
 
 class CancelRead(_Action, frozen=True, kw_only=True):
-    """Start no further call for this transfer; each rank still answers with ReadEnded."""
+    """Start no further call for this request's read; each rank still answers with ReadEnded.
+
+    Keyed by the local request, as all reads are: n>1 children of one prompt read one transfer, each for itself.
+    """
 
     transfer_id: TransferId
+    request_id: RequestId
 
 
 class ReportReceive(_Action, frozen=True, kw_only=True):
@@ -88,6 +92,7 @@ class StartCall(_Action, frozen=True, kw_only=True):
     """Reader: run engine call `call_index` of the plan; at most one call is under way at a time."""
 
     transfer_id: TransferId
+    request_id: RequestId
     call_index: int
 
 

@@ -147,13 +147,15 @@ class ReadRefused(_Event, frozen=True, kw_only=True):
 
 
 class ReadCancelled(_Event, frozen=True, kw_only=True):
-    transfer_id: TransferId
+    """Reads are keyed by the local request: n>1 children of one prompt read one transfer, each for itself."""
+
+    request_id: RequestId
 
 
 class CallEnded(_Event, frozen=True, kw_only=True):
     """The engine call under way ended. `outcome` is already FAILED where the shell fenced an UNKNOWN one."""
 
-    transfer_id: TransferId
+    request_id: RequestId
     call_index: int
     outcome: Outcome
     reason: str

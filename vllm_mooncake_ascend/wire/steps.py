@@ -44,12 +44,15 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerStep(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker must do in this step. Order of execution: peers, forget, cancels, reads, reports."""
+    """What a worker must do in this step. Order of execution: peers, reads, cancels, forget, reports.
+
+    Reads are keyed by the local request everywhere: n>1 children of one prompt read one transfer, each for itself.
+    """
 
     peers: tuple[PeerRanks, ...] = ()
-    forget: tuple[Incarnation, ...] = ()
-    cancels: tuple[TransferId, ...] = ()
     reads: tuple[ReadOrder, ...] = ()
+    cancels: tuple[RequestId, ...] = ()
+    forget: tuple[Incarnation, ...] = ()
     reports: tuple[Report, ...] = ()
     reading: bool = False
     """Some read is under way and nothing is scheduled: the worker may sleep for a moment instead of spinning."""

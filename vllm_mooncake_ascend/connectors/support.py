@@ -1,0 +1,58 @@
+"""What is refused at start, by name. The README's support table says the same in the user's words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_mooncake_ascend.connectors import kv_cache
+from vllm_mooncake_ascend.errors import ConfigError
+
+
+def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Raise for everything this version cannot move correctly.
+
+    Raises:
+        ConfigError: names each unsupported setting and the way round it.
+    """
+    found = [*_unsupported_settings(vllm_config), *_unsupported_caches(kv_cache_config)]
+    if found:
+        raise ConfigError("MooncakeConnectorV1 cannot serve this engine: " + "; ".join(found))
+
+
+def _unsupported_settings(vllm_config: Any) -> list[str]:
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    checks = {
+        "speculative decoding (draft layers may be written after the token was reported): start without "
+        "--speculative-config": vllm_config.speculative_config is not None,
+        "pipeline parallelism: use tensor parallelism only": parallel.pipeline_parallel_size > 1,
+        "prefill context parallelism: use --prefill-context-parallel-size 1": (
+            getattr(parallel, "prefill_context_parallel_size", 1) > 1
+        ),
+        "decode context parallelism: use --decode-context-parallel-size 1": (
+            getattr(parallel, "decode_context_parallel_size", 1) > 1
+        ),
+        "sleep mode (memory would be unmapped while peers may read it): start without --enable-sleep-mode": (
+            bool(getattr(model, "enable_sleep_mode", False))
+        ),
+        "encoder-decoder models": bool(getattr(model, "is_encoder_decoder", False)),
+    }
+    return [name for name, applies in checks.items() if applies]
+
+
+def _unsupported_caches(kv_cache_config: Any) -> list[str]:
+    if kv_cache_config is None:
+        return []
+    found = []
+    groups = kv_cache.describe_groups(kv_cache_config)
+    if len(groups) > 1:
+        kinds = ", ".join(sorted({group.kind for group in groups}))
+        found.append(
+            f"several KV cache groups ({len(groups)}: {kinds}): models that mix attention kinds are not supported yet; "
+            "with sliding windows only, --disable-hybrid-kv-cache-manager makes one group"
+        )
+    found.extend(
+        f"KV cache kind {group.kind}: only full attention and MLA are supported yet"
+        for group in groups
+        if group.kind not in kv_cache.SUPPORTED_KINDS
+    )
+    return sorted(set(found))

@@ -1,0 +1,107 @@
+"""What differs between the supported vLLM versions (0.27.1 to 0.33), found by looking, never by comparing numbers.
+
+Everything that is not in all of them is imported or probed here; the rest of the room uses these names only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
+TransferResults: type | None = getattr(base, "KVConnectorTransferResults", None)
+"""0.30+: sends, receives and failed receives of one step together."""
+
+HAS_FAILED_RECEIVES = TransferResults is not None
+"""Whether a failed receive is named by request (0.30+). Before that only block ids can be named, a request with a local
+prefix is recomputed into the very blocks a late byte may still reach, and a model with several KV cache groups has no
+failure route at all."""
+
+
+def p2p_hit_source() -> Any:
+    """vLLM's label for tokens that came from another engine (0.32+), None where there are no labels."""
+    try:
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    except ImportError:
+        return None
+    return CacheHitSource.P2P
+
+
+def transfer_results(received: set[str], failed: set[str]) -> Any:
+    """The worker's report of one step; failed receives are received ones too (0.30+ only)."""
+    assert TransferResults is not None
+    assert failed <= received
+    return TransferResults(finished_sending=set(), finished_recving=received, failed_recving=failed)
+
+
+class BlockPins:
+    """References of ours on blocks of vLLM's block pool, so that a block in flight is not handed out again.
+
+    vLLM keeps the methods used here through all supported versions: `blocks`, `touch`, `free_blocks`.
+    """
+
+    def __init__(self, block_pool: Any) -> None:
+        self._block_pool = block_pool
+        self.num_pinned = 0
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the pool, the null block included."""
+        return len(self._block_pool.blocks)
+
+    def pin(self, block_ids: tuple[int, ...]) -> None:
+        """Take one reference on each block; the blocks are in use now, so none of them is on the free list."""
+        blocks = self._blocks(block_ids)
+        assert all(block.ref_cnt > 0 for block in blocks), "a block must be pinned while its request still holds it"
+        self._block_pool.touch(blocks)
+        self.num_pinned += len(blocks)
+
+    def unpin(self, block_ids: tuple[int, ...]) -> None:
+        """Give one reference on each block back; the tail first, as vLLM frees, so that a prefix is evicted last."""
+        blocks = self._blocks(block_ids)
+        assert all(block.ref_cnt > 0 for block in blocks)
+        self._block_pool.free_blocks(reversed(blocks))
+        self.num_pinned -= len(blocks)
+        assert self.num_pinned >= 0
+
+    def _blocks(self, block_ids: tuple[int, ...]) -> list[Any]:
+        return [self._block_pool.blocks[block_id] for block_id in block_ids]
+
+
+def block_pool_of(manager: Any) -> Any:
+    """The block pool of a KV cache manager (`bind_kv_cache_manager`, 0.30+)."""
+    return manager.block_pool
+
+
+def spin_conditions() -> list[Any]:
+    """Readers of vLLM's shared-memory message queues in this process: objects with `busy_loop_s`, or none."""
+    try:
+        from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+    except ImportError:
+        return []
+    import gc
+
+    return [
+        found
+        for found in gc.get_objects()
+        if isinstance(found, SpinCondition) and getattr(found, "is_reader", False) and hasattr(found, "busy_loop_s")
+    ]
+
+
+def stats_base() -> type:
+    """Base class of connector statistics."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+
+    return KVConnectorStats
+
+
+def with_hit_source(connector_class: type) -> type:
+    """Label the connector's external hits as peer-to-peer where vLLM knows labels (0.32+)."""
+    source = p2p_hit_source()
+    if source is not None:
+        connector_class._cache_hit_source = source  # type: ignore[attr-defined]
+    return connector_class
+
+
+Decorator = Callable[[type], type]
