@@ -4,6 +4,7 @@
     ├── ConfigError            the operator: a setting is wrong, or what was asked for is not supported
     ├── LocalProtocolError     we: our own code broke a rule of the protocol (a bug)
     ├── RemoteProtocolError    a peer or client: it sent something that is not a valid message or parameter
+    │   └── VersionMismatch    it speaks another version of the side channel
     ├── EngineError            the transfer engine or the store; carries an Outcome
     ├── DeviceError            the accelerator runtime
     └── PeerLost               a peer that does not answer, or is not the one we knew
@@ -31,6 +32,10 @@ class LocalProtocolError(MooncakeAscendError):
 
 class RemoteProtocolError(MooncakeAscendError):
     """The other side sent bytes or values that the protocol forbids."""
+
+
+class VersionMismatch(RemoteProtocolError):
+    """The other side speaks another version of the side channel."""
 
 
 class EngineError(MooncakeAscendError):

@@ -13,6 +13,8 @@ within this time; a queueing one renews and loses nothing."""
 LEASE_TTL_MIN_S = 1.0
 LEASE_MAX_S = 300.0
 """No lease outlives the end of its prefill by more than this, whoever renews it."""
+LEASE_CEILING_S = 3_600.0
+"""The longest lease time that may be configured: blocks of a vanished reader are never held longer than an hour."""
 LEASE_MARGIN_S = 2.0
 """The time rule trusts a lease only up to ttl minus this: it covers timer slack, not clock skew (one clock is used)."""
 RENEWALS_PER_TTL = 5
@@ -72,6 +74,13 @@ MAX_ID_CHARS = 512
 """Request and transfer ids, host names: longer ones are not ids."""
 MAX_GROUPS = 64
 MAX_BLOCKS_PER_TRANSFER = 1 << 20
+MAX_RANKS = 1_024
+"""Workers of one engine (TP times PP) in a handshake."""
+MAX_PLANES = 4_096
+"""Planes of one rank: a thousand layers of four parts."""
+MAX_DIGEST_BYTES = 64
+MAX_FINGERPRINT_ENTRIES = 256
+MAX_FINGERPRINT_CHARS = 4_096
 MAX_INBOX = 65_536
 """Messages between threads; overflow is a counted refusal, never growth."""
 PARAMS_MAX_AGE_S = 600.0
@@ -86,6 +95,30 @@ also what a new request may be late by; 5 ms was not measurable in its TTFT."""
 UPSTREAM_KEEPALIVE_S = 2.0
 """Pooled upstream connections are dropped well before uvicorn closes them (5 s)."""
 MAX_BODY_BYTES = 64 << 20
+"""A client's request and an instance's unstreamed answer: a million token ids as JSON are 8 MB."""
+MAX_EVENT_BYTES = 16 << 20
+"""One server-sent event of an answer; a final chunk with log probabilities is the largest seen."""
+MAX_CLIENT_REQUESTS = 8_192
+"""Requests one proxy serves at once; more are refused with 503. Each holds two sockets and a pooled third."""
+MAX_RELEASES = 65_536
+"""Releases under way at once; beyond it the send lease's own time frees the blocks."""
+LEG_ATTEMPTS = 2
+"""Instances asked for one leg of a client's request: the first and, before any byte went to the client, one more."""
+UPSTREAM_CONNECT_S = 3.0
+"""Longest wait for a connection to an instance; on one network it takes milliseconds, or never comes."""
+UPSTREAM_SILENCE_S = 600.0
+"""Default for how long an instance may send nothing: queueing and a long prefill on CPU are minutes, not more."""
+CLIENT_BODY_S = 60.0
+"""A client has this long to send its request."""
+COOL_DOWN_S = 5.0
+"""An instance found broken gets no request for this long; a vLLM start takes longer, a blip is over sooner."""
+FAILURES_TO_COOL_DOWN = 3
+"""Answers of 500 and up, or unanswered probes, in a row before an instance that still connects counts as broken."""
+PROBE_INTERVAL_S = 2.0
+PROBE_ANSWER_S = 2.0
+"""A probe without an answer for this long counts against its instance."""
+DRAIN_S = 30.0
+"""Default for how long running requests may go on after the proxy was told to stop."""
 
 assert LEASE_TTL_MIN_S < LEASE_TTL_S < LEASE_MAX_S
 assert LEASE_TTL_S / RENEWALS_PER_TTL + 2 * RESEND_S < LEASE_TTL_S - LEASE_MARGIN_S, "a lost renewal must not cost a lease"
@@ -94,3 +127,4 @@ assert VERDICT_MEMORY_S > READ_WAIT_S + ENGINE_CALL_S + PEER_ANSWER_S, "a late r
 assert max(2 * 20.0, 30.0 + ENGINE_CALL_S) < QUARANTINE_S, "nothing may land after the quarantine"
 assert MAX_MERGED_DESCRIPTOR_BYTES <= MAX_CALL_BYTES
 assert EMPTY_STEP_WAIT_S <= 0.005
+assert PROBE_INTERVAL_S + PROBE_ANSWER_S < COOL_DOWN_S, "a probe must find an instance broken before it is trusted again"

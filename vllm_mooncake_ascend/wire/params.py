@@ -14,7 +14,10 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
 import json
+import re
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,6 +47,8 @@ class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True):
     """Empty where the issuer does not know it; the Offer then carries it."""
 
 
+_HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,252})")
+_DIGEST = re.compile(r"([0-9a-fA-F]{64})?")
 _SIGNED = (
     "transfer_id",
     "remote_incarnation",
@@ -71,15 +76,16 @@ def parse(params: object, *, secret: bytes | None, now_s: float) -> RemoteDecode
     if not isinstance(params, Mapping):
         raise RemoteProtocolError(f"kv_transfer_params must be an object, got {type(params).__name__}")
     if _flag(params, "do_remote_prefill"):
-        if secret is not None:
-            _check_signature(params, secret, now_s)
-        return RemotePrefill(
+        transfer = RemotePrefill(
             transfer_id=TransferId(_text(params, "transfer_id")),
             incarnation=Incarnation(_text(params, "remote_incarnation")),
-            address=format_address(_text(params, "remote_host"), _integer(params, "remote_port", 1, 65_535)),
+            address=format_address(_host(params), _integer(params, "remote_port", 1, 65_535)),
             num_tokens=_integer(params, "remote_num_tokens", 0, limits.MAX_BLOCKS_PER_TRANSFER * 1024),
             prompt_digest=_digest(params),
         )
+        if secret is not None:  # after all signed fields are known to be plain numbers and texts
+            _check_signature(params, secret, now_s)
+        return transfer
     if _flag(params, "do_remote_decode"):
         has_id = params.get("transfer_id") is not None
         return RemoteDecode(transfer_id=TransferId(_text(params, "transfer_id")) if has_id else None)
@@ -123,13 +129,14 @@ def _signature(params: Mapping[str, Any], secret: bytes) -> str:
 
 
 def _check_signature(params: Mapping[str, Any], secret: bytes, now_s: float) -> None:
+    issued_at_s = _integer(params, "issued_at_s", 0, 1 << 53)
     given = params.get("signature")
-    if not isinstance(given, str) or not hmac.compare_digest(given.encode(), _signature(params, secret).encode()):
+    genuine = _signature(params, secret)
+    if not isinstance(given, str) or not given.isascii() or not hmac.compare_digest(given, genuine):
         raise RemoteProtocolError(
             "kv_transfer_params carry no valid signature; this cluster has a secret, so they must come unchanged from a "
             "prefill engine with the same secret"
         )
-    issued_at_s = _integer(params, "issued_at_s", 0, 1 << 53)
     if abs(now_s - issued_at_s) > limits.PARAMS_MAX_AGE_S:
         raise RemoteProtocolError(
             f"kv_transfer_params were issued {now_s - issued_at_s:.0f} s ago, the limit is {limits.PARAMS_MAX_AGE_S:.0f} s;"
@@ -155,6 +162,19 @@ def _text(params: Mapping[str, Any], key: str) -> str:
     return value
 
 
+def _host(params: Mapping[str, Any]) -> str:
+    """An IP address or a host name: nothing else may become part of a socket's address."""
+    value = _text(params, "remote_host")
+    try:
+        ipaddress.ip_address(value)
+    except ValueError as error:
+        if not _HOST_NAME.fullmatch(value):
+            raise RemoteProtocolError(
+                f"kv_transfer_params['remote_host'] must be an IP address or a host name, got {_shown(value)}"
+            ) from error
+    return value
+
+
 def _integer(params: Mapping[str, Any], key: str, lowest: int, highest: int) -> int:
     value = params.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or not lowest <= value <= highest:
@@ -164,16 +184,11 @@ def _integer(params: Mapping[str, Any], key: str, lowest: int, highest: int) -> 
 
 def _digest(params: Mapping[str, Any]) -> bytes:
     value = params.get("remote_prompt_digest", "")
-    if not isinstance(value, str) or len(value) not in (0, 64):
+    if not isinstance(value, str) or not _DIGEST.fullmatch(value):
         raise RemoteProtocolError(f"kv_transfer_params['remote_prompt_digest'] must be 64 hex digits, got {_shown(value)}")
-    try:
-        return bytes.fromhex(value)
-    except ValueError as error:
-        raise RemoteProtocolError(
-            f"kv_transfer_params['remote_prompt_digest'] must be 64 hex digits, got {_shown(value)}"
-        ) from error
+    return bytes.fromhex(value)
 
 
 def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    """`repr`, but short and bounded whatever the value is: API clients choose it."""
+    return reprlib.repr(value)
