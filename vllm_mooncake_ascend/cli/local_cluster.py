@@ -1,0 +1,160 @@
+"""A set of servers on this host: started at once, waited for, stopped together. `launch`, `demo` and the e2e tests use it.
+
+Each server passes through: starting -> ready, or starting -> (port taken: starting on another port) -> failed.
+Whatever happens, leaving the `with` block ends every child.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import types
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+from vllm_mooncake_ascend.cli import processes
+from vllm_mooncake_ascend.cli.servers import PORT, ServerSpec
+from vllm_mooncake_ascend.errors import MooncakeAscendError
+
+READY_TIMEOUT_S = 300.0
+"""An engine with a small model is ready in 20 to 40 s on two quiet cores; three at once on a busy host took 120 s."""
+READY_POLL_S = 0.25
+ANSWER_TIMEOUT_S = 2.0
+MAX_PORT_TRIES = 3
+READY_PATHS = {"proxy": "/ready"}
+PORT_TAKEN = "address already in use"
+
+
+class ServerFailed(MooncakeAscendError):
+    """A server ended or did not become ready; the message has the end of its log."""
+
+
+class Server:
+    """One running server of the set."""
+
+    def __init__(self, spec: ServerSpec, *, host: str, log_path: Path) -> None:
+        self.spec = spec
+        self.ready_after_s: float | None = None
+        self._host = host
+        self._log_path = log_path
+        self._port_tries = 0
+        self.start()
+
+    def start(self, *, port: int | None = None) -> None:
+        """Start the process (again), on a free port or on the one given."""
+        self.port = port or processes.free_port(self._host)
+        self.ready_after_s = None
+        self._started_s = time.monotonic()
+        self.child = processes.start(
+            [str(self.port) if word == PORT else word for word in self.spec.command],
+            environment={**os.environ, **self.spec.environment},
+            log_path=self._log_path,
+            placement=self.spec.placement,
+        )
+
+    @property
+    def url(self) -> str:
+        """Where the server answers, without a final slash."""
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http://{host}:{self.port}"
+
+    def check(self) -> bool:
+        """True when the server has become ready; starts it anew when its port was taken from under it.
+
+        Raises:
+            ServerFailed: it ended.
+        """
+        code = self.child.exit_code()
+        if code is None:
+            if self.ready_after_s is None and _answers(self.url + READY_PATHS.get(self.spec.role, "/health")):
+                self.ready_after_s = time.monotonic() - self._started_s
+            return self.ready_after_s is not None
+        self._port_tries += 1
+        if PORT_TAKEN in self.child.log_tail(60).lower() and self._port_tries < MAX_PORT_TRIES:
+            self.child.reap()
+            self.start()
+            return False
+        raise ServerFailed(self.story(f"ended with code {code} after {self.seconds():.0f} s"))
+
+    def seconds(self) -> float:
+        """Seconds since the process was started."""
+        return time.monotonic() - self._started_s
+
+    def story(self, what: str) -> str:
+        """What happened to this server, with the end of its log."""
+        return f"{self.spec.name} ({self.url}) {what}; the end of {self.child.log_path}:\n{self.child.log_tail()}"
+
+
+class LocalCluster:
+    """Servers of one host; a context manager."""
+
+    def __init__(self, log_folder: Path, *, host: str = "127.0.0.1") -> None:
+        self.servers: list[Server] = []
+        self._log_folder = log_folder
+        self._host = host
+
+    def __enter__(self) -> LocalCluster:
+        return self
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: types.TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self, spec: ServerSpec) -> Server:
+        """Start one more server; does not wait for it. The log of an earlier set with this name is replaced."""
+        assert spec.name not in {server.spec.name for server in self.servers}, f"two servers called {spec.name}"
+        log_path = self._log_folder / f"{spec.name}.log"
+        log_path.unlink(missing_ok=True)
+        server = Server(spec, host=self._host, log_path=log_path)
+        self.servers.append(server)
+        return server
+
+    def with_role(self, role: str) -> list[Server]:
+        """The servers of one role, in the order of their start."""
+        return [server for server in self.servers if server.spec.role == role]
+
+    def wait_ready(self, *, timeout_s: float = READY_TIMEOUT_S, on_poll: Callable[[], None] = lambda: None) -> None:
+        """Wait until every server is ready; `on_poll` is called between looks, to show progress.
+
+        Raises:
+            ServerFailed: one ended, or was not ready in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            waiting = [server for server in self.servers if not server.check()]
+            on_poll()
+            if not waiting:
+                return
+            if time.monotonic() > deadline:
+                raise ServerFailed(waiting[0].story(f"was not ready within {timeout_s:.0f} s"))
+            time.sleep(READY_POLL_S)
+
+    def watch(self) -> None:
+        """Wait for ever; returns only by raising.
+
+        Raises:
+            ServerFailed: a server ended.
+        """
+        while True:
+            for server in self.servers:
+                if (code := server.child.exit_code()) is not None:
+                    raise ServerFailed(server.story(f"ended with code {code}"))
+            time.sleep(READY_POLL_S)
+
+    def stop(self, *, grace_s: float = processes.STOP_GRACE_S) -> None:
+        """End all servers; a second call does nothing."""
+        with processes.not_interrupted():
+            processes.stop_all([server.child for server in self.servers], grace_s=grace_s)
+
+
+def _answers(url: str) -> bool:
+    """True when `url` answers with 200 now."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(url, timeout=ANSWER_TIMEOUT_S) as response:
+            return bool(response.status == 200)
+    except (OSError, urllib.error.HTTPError):
+        return False

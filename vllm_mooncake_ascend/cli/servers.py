@@ -1,0 +1,123 @@
+"""Which servers make a prefill/decode set on one host: their commands, environments and places. Decides, starts nothing.
+
+An engine is vLLM's OpenAI server with our connector; the proxy is our own command. The port appears in a command as the
+word `PORT`, because it is chosen when the server is started, and anew when somebody else took it.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import sys
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from vllm_mooncake_ascend.cli.processes import Placement
+
+PORT = "{port}"
+CONNECTOR = "MooncakeConnectorV1"
+CONNECTOR_PACKAGE = "vllm_mooncake_ascend"
+KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
+
+CPU_ENGINE_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "2",
+}
+"""What several engines on one CPU host need: one compute thread each, no binding (vLLM would bind them all to the same
+cores), and 2 GiB of KV cache. Whatever the user has set wins."""
+CORES_PER_ENGINE = 4
+"""With at least this many cores for each engine nobody needs to be kept off anybody's core."""
+DECODE_NICENESS = 5
+
+
+class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One server to run."""
+
+    name: str
+    """Unique in its set; also the name of its log file."""
+    role: str
+    """prefill, decode, reference or proxy."""
+    command: tuple[str, ...]
+    """With the word `PORT` where the port goes."""
+    environment: dict[str, str] = {}
+    """Added to the environment that we run in."""
+    placement: Placement = Placement()
+
+
+def serving_command(model: str, arguments: Sequence[str]) -> tuple[str, ...]:
+    """The command that serves `model` with the vLLM installed here.
+
+    `vllm serve` asks for the version of a distribution called vllm and so fails where the CPU build, which has another
+    name, is installed alone; the server module works with every build.
+    """
+    try:
+        importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return (sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *arguments)
+    return (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, *arguments)
+
+
+def transfer_config(role: str, extra: Mapping[str, object] | None = None) -> str:
+    """vLLM's `--kv-transfer-config` for a prefill or decode engine with our connector."""
+    config: dict[str, object] = {
+        "kv_connector": CONNECTOR,
+        "kv_connector_module_path": CONNECTOR_PACKAGE,
+        "kv_role": KV_ROLES[role],
+    }
+    if extra:
+        config["kv_connector_extra_config"] = dict(extra)
+    return json.dumps(config)
+
+
+def engine(
+    name: str,
+    role: str,
+    model: str,
+    *,
+    arguments: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+    placement: Placement | None = None,
+    host: str = "127.0.0.1",
+) -> ServerSpec:
+    """A vLLM server; with our connector when its role is prefill or decode, plain for any other role."""
+    connector = ("--kv-transfer-config", transfer_config(role)) if role in KV_ROLES else ()
+    return ServerSpec(
+        name=name,
+        role=role,
+        command=serving_command(model, ("--host", host, "--port", PORT, *connector, *arguments)),
+        environment={"VLLM_HOST_IP": host, **(environment or {})},
+        placement=placement or Placement(),
+    )
+
+
+def proxy(
+    prefill_urls: Sequence[str], decode_urls: Sequence[str], *, arguments: Sequence[str] = (), host: str = "127.0.0.1"
+) -> ServerSpec:
+    """Our proxy before the given engines."""
+    upstreams = [word for url in prefill_urls for word in ("--prefill", url)]
+    upstreams += [word for url in decode_urls for word in ("--decode", url)]
+    command = (sys.executable, "-m", "vllm_mooncake_ascend.cli.main", "proxy", "--host", host, "--port", PORT)
+    return ServerSpec(name="proxy", role="proxy", command=(*command, *upstreams, *arguments))
+
+
+def cpu_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """What to add to `environ` for an engine, when the vLLM installed here is the CPU build; nothing otherwise."""
+    try:
+        importlib.metadata.version("vllm-cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return {}
+    return {key: value for key, value in CPU_ENGINE_ENVIRONMENT.items() if key not in environ}
+
+
+def placements(cpus: frozenset[int], num_engines: int) -> dict[str, Placement]:
+    """Where prefill and decode engines go on a host with `cpus`.
+
+    A decode engine that waits for KV burns a core in vLLM's own message queue. On a small host that core would be taken
+    from the prefill it waits for, so decode engines are kept to the upper half of the cores and step back there.
+    """
+    if len(cpus) < 2 or len(cpus) >= CORES_PER_ENGINE * num_engines:
+        return {}
+    upper_half = frozenset(sorted(cpus)[(len(cpus) + 1) // 2 :])
+    return {"decode": Placement(cpus=upper_half, niceness=DECODE_NICENESS)}
