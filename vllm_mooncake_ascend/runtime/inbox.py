@@ -1,0 +1,53 @@
+"""Inbox: values handed from any thread to one other, in order, with one event to wait on.
+
+Its owner drains it whole. It never drops what it took and never grows beyond all bounds: `put` says no when it is full,
+and `is_crowded` tells those who can do without (a message from the network comes again) to stay away long before that,
+so that what cannot come again (a pin to give back) always finds room.
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+from typing import Generic, TypeVar
+
+Value = TypeVar("Value")
+
+
+class Inbox(Generic[Value]):
+    """At most `capacity` values."""
+
+    def __init__(self, *, capacity: int) -> None:
+        assert capacity >= 2
+        self._capacity = capacity
+        self._values: collections.deque[Value] = collections.deque()
+        self._lock = threading.Lock()
+        self._filled = threading.Event()
+
+    def put(self, value: Value) -> bool:
+        """Add a value; False, and nothing added, when the inbox is full."""
+        with self._lock:
+            if len(self._values) >= self._capacity:
+                return False
+            self._values.append(value)
+            self._filled.set()
+            return True
+
+    def drain(self) -> list[Value]:
+        """Take all values, in the order they were put."""
+        if not self._filled.is_set():
+            return []
+        with self._lock:
+            values = list(self._values)
+            self._values.clear()
+            self._filled.clear()
+            return values
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether `drain` would return something: now, or within `timeout_s`."""
+        return self._filled.wait(timeout_s)
+
+    @property
+    def is_crowded(self) -> bool:
+        """Half full: whoever can send its value again later should."""
+        return 2 * len(self._values) >= self._capacity
