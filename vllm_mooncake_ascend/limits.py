@@ -25,6 +25,13 @@ VERDICT_MEMORY_S = 120.0
 """How long a producer answers for an ended transfer; longer than any reader may still be asking."""
 MAX_READERS_PER_TRANSFER = 64
 """Readers (decode incarnation, request) of one transfer: n>1 children and retries, never a fleet."""
+UNKNOWN_TRANSFER_WAIT_S = 30.0
+"""Decode may ask for a transfer before its prefill request is admitted (both legs are sent at once). An engine admits
+between steps, and one step of a long prefill on CPU lasts seconds; what is not announced by then does not exist."""
+MAX_AWAITED_TRANSFERS = 8_192
+"""Transfers somebody asked for, or released, that no prefill has announced."""
+MAX_AWAITED_PER_READER = 1_024
+"""Of these, as many may be of one reader engine, so that none can use up the room of all."""
 MAX_PINNED_RATIO = 0.5
 """Share of an engine's KV blocks that leases may hold; above it the oldest unread leases are revoked."""
 
@@ -44,6 +51,16 @@ MIN_REMOTE_TOKENS = 1
 """Fewer remote tokens than this are cheaper to compute than to fetch."""
 MAX_PEERS = 1_024
 """Producers a decode engine keeps a handshake with; the longest unused one is forgotten first."""
+PEER_IDLE_S = 300.0
+"""A producer nobody has read from for this long is forgotten, and the socket to it closed."""
+ENGINE_RESTART_MIN_S = 5.0
+"""No other engine serves on the ports of one that died sooner than this: importing torch and vLLM alone takes 8 s. The
+time rule needs it: a read that ended within this after a sign of life cannot have met a successor's memory."""
+RANK_ANSWER_S = 30.0
+"""How much later than its own bounds a worker's read may be reported to the scheduler: results travel with the output of
+an engine step, and a step may last seconds."""
+MAX_REMEMBERED_CANCELS = 1_024
+"""Cancels a worker remembers of reads it does not know (yet); the oldest are forgotten first."""
 QUARANTINE_S = 60.0
 """How long blocks of an UNKNOWN read stay out of circulation where the engine offers no fence: the TCP transport of
 Mooncake gives up a transfer without progress after 30 s (bytes seen landing up to 24 s late, none from 26 s on), Ascend's
@@ -81,6 +98,8 @@ MAX_PLANES = 4_096
 MAX_DIGEST_BYTES = 64
 MAX_FINGERPRINT_ENTRIES = 256
 MAX_FINGERPRINT_CHARS = 4_096
+MAX_DIFFERENCES = 32
+"""Differences named when two engines do not fit: enough to repair a configuration, short enough for one log line each."""
 MAX_INBOX = 65_536
 """Messages between threads; overflow is a counted refusal, never growth."""
 PARAMS_MAX_AGE_S = 600.0
@@ -99,12 +118,12 @@ MAX_BODY_BYTES = 64 << 20
 MAX_EVENT_BYTES = 16 << 20
 """One server-sent event of an answer; a final chunk with log probabilities is the largest seen."""
 MAX_CLIENT_REQUESTS = 8_192
-"""Requests one proxy serves at once; more are refused with 503. Each holds two sockets and a pooled third."""
+"""Requests one proxy serves at once; more are refused with 503. Each holds a socket on either side."""
 MAX_RELEASES = 65_536
 """Releases under way at once; beyond it the send lease's own time frees the blocks."""
 LEG_ATTEMPTS = 2
 """Instances asked for one leg of a client's request: the first and, before any byte went to the client, one more."""
-UPSTREAM_CONNECT_S = 3.0
+UPSTREAM_CONNECT_S = 5.0
 """Longest wait for a connection to an instance; on one network it takes milliseconds, or never comes."""
 UPSTREAM_SILENCE_S = 600.0
 """Default for how long an instance may send nothing: queueing and a long prefill on CPU are minutes, not more."""
@@ -124,6 +143,8 @@ assert LEASE_TTL_MIN_S < LEASE_TTL_S < LEASE_MAX_S
 assert LEASE_TTL_S / RENEWALS_PER_TTL + 2 * RESEND_S < LEASE_TTL_S - LEASE_MARGIN_S, "a lost renewal must not cost a lease"
 assert RESEND_S * 2 < PEER_ANSWER_S, "a lost message must not look like a lost peer"
 assert VERDICT_MEMORY_S > READ_WAIT_S + ENGINE_CALL_S + PEER_ANSWER_S, "a late reader must still get its verdict"
+assert UNKNOWN_TRANSFER_WAIT_S < OFFER_WAIT_S, "prefill must say `unknown` before decode gives up"
+assert ENGINE_RESTART_MIN_S < LEASE_TTL_S
 assert max(2 * 20.0, 30.0 + ENGINE_CALL_S) < QUARANTINE_S, "nothing may land after the quarantine"
 assert MAX_MERGED_DESCRIPTOR_BYTES <= MAX_CALL_BYTES
 assert EMPTY_STEP_WAIT_S <= 0.005
