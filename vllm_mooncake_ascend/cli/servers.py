@@ -6,13 +6,13 @@ word `PORT`, because it is chosen when the server is started, and anew when some
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import sys
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from vllm_mooncake_ascend.cli import versions
 from vllm_mooncake_ascend.cli.processes import Placement
 
 PORT = "{port}"
@@ -20,13 +20,6 @@ CONNECTOR = "MooncakeConnectorV1"
 CONNECTOR_PACKAGE = "vllm_mooncake_ascend"
 KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
-CPU_ENGINE_ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_CPU_KVCACHE_SPACE": "2",
-}
-"""What several engines on one CPU host need: one compute thread each, no binding (vLLM would bind them all to the same
-cores), and 2 GiB of KV cache. Whatever the user has set wins."""
 CORES_PER_ENGINE = 4
 """With at least this many cores for each engine nobody needs to be kept off anybody's core."""
 DECODE_NICENESS = 5
@@ -52,11 +45,9 @@ def serving_command(model: str, arguments: Sequence[str]) -> tuple[str, ...]:
     `vllm serve` asks for the version of a distribution called vllm and so fails where the CPU build, which has another
     name, is installed alone; the server module works with every build.
     """
-    try:
-        importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:
-        return (sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *arguments)
-    return (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, *arguments)
+    if versions.installed(("vllm",)):
+        return (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, *arguments)
+    return (sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *arguments)
 
 
 def transfer_config(role: str, extra: Mapping[str, object] | None = None) -> str:
@@ -102,13 +93,19 @@ def proxy(
     return ServerSpec(name="proxy", role="proxy", command=(*command, *upstreams, *arguments))
 
 
-def cpu_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """What to add to `environ` for an engine, when the vLLM installed here is the CPU build; nothing otherwise."""
-    try:
-        importlib.metadata.version("vllm-cpu")
-    except importlib.metadata.PackageNotFoundError:
+def cpu_environment(environ: Mapping[str, str], *, kv_cache_gib: int = 2) -> dict[str, str]:
+    """What to add to `environ` for each of several engines on one CPU host; nothing when vLLM's CPU build is not here.
+
+    One compute thread each and no binding (vLLM would bind all engines to the same cores). What the user has set wins.
+    """
+    if not versions.installed(("vllm-cpu",)):
         return {}
-    return {key: value for key, value in CPU_ENGINE_ENVIRONMENT.items() if key not in environ}
+    wanted = {
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib),
+    }
+    return {key: value for key, value in wanted.items() if key not in environ}
 
 
 def placements(cpus: frozenset[int], num_engines: int) -> dict[str, Placement]:
