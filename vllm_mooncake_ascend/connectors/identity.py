@@ -15,7 +15,7 @@ _VOLATILE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "a
 _SAMPLE_BYTES = 4096
 
 
-def model_identity(vllm_config: Any) -> dict[str, str]:
+def cache_identity(vllm_config: Any, device_type: str) -> dict[str, str]:
     """Named values for the fingerprint: the same on two engines exactly if their KV bytes may be exchanged."""
     model = vllm_config.model_config
     cache = vllm_config.cache_config
@@ -25,7 +25,22 @@ def model_identity(vllm_config: Any) -> dict[str, str]:
         "model dtype": str(model.dtype).removeprefix("torch."),
         "quantization": str(getattr(model, "quantization", None)),
         "kv cache dtype": str(cache.cache_dtype),
+        "attention kernel": _attention_kernel(device_type),
     }
+
+
+def _attention_kernel(device_type: str) -> str:
+    """What decides the order of bytes inside a block: on CPU the instruction set and the kernel's version, elsewhere the
+    layout alone, which the planes tell."""
+    if device_type != "cpu":
+        return device_type
+    import platform
+
+    import torch
+    import vllm
+
+    instructions = [name for name in ("avx512", "amx_tile") if getattr(torch.cpu, f"_is_{name}_supported", bool)()]
+    return f"cpu {platform.machine()} {'+'.join(instructions) or 'plain'} vllm {vllm.__version__}"
 
 
 def _stable(config: dict[str, Any]) -> dict[str, Any]:
