@@ -6,7 +6,12 @@ Address of (block b, token t, head h):
 
 with `b` a kernel block id, `t` in [0, tokens_per_block), `h` in [0, num_heads) the *local* head; its global number is
 `first_head + h` of `total_heads`. K and V of one layer are two planes, wherever they lie; an MLA latent is a plane with one
-head (`total_heads` 1, held by every rank); a recurrent state is a plane of one "token" a block.
+head (`total_heads` 1, held by every rank).
+
+Where single tokens cannot be told apart in a block, one "token" of the plane is a *row* of several: a block of
+`GroupLayout.tokens_per_block // kernel_blocks_per_block` tokens with `tokens_per_block` rows has so many tokens a row.
+A recurrent state has one row a block, and so has attention on vLLM's CPU backend, which keeps K transposed or tiled
+inside each (block, head). Rows move whole.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ class Plane(msgspec.Struct, frozen=True, kw_only=True):
     base_address: int
     num_blocks: int
     tokens_per_block: int
-    """Tokens of one *kernel* block."""
+    """Rows of one *kernel* block: its tokens, or fewer where a row covers several (see the module's text)."""
     first_head: int
     num_heads: int
     total_heads: int
@@ -51,6 +56,7 @@ class GroupLayout(msgspec.Struct, frozen=True, kw_only=True):
     window_tokens: int
     """Sliding window in tokens; 0: full attention."""
     has_recurrent_state: bool
+    """Each block holds the state after its last token, so that only the newest block of a request counts."""
 
 
 class RankLayout(msgspec.Struct, frozen=True, kw_only=True):
