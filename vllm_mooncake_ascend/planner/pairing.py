@@ -1,0 +1,126 @@
+"""Which remote rank serves which part of a local rank, by plane name and KV head.
+
+A part of a plane is served by one rank. Among several with copies, the one with the longest run of the wanted heads is
+taken; among equals the choice turns with the local tensor-parallel rank, so that readers spread over the copies, and a
+rank reads from its namesake when both engines are cut alike. Both sides come to the same pairing from the same layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from vllm_mooncake_ascend.errors import ConfigError
+from vllm_mooncake_ascend.layout import overlap
+from vllm_mooncake_ascend.layout.blocks import tokens_per_row
+from vllm_mooncake_ascend.layout.compatibility import meaning
+from vllm_mooncake_ascend.layout.plane import GroupLayout, Plane, RankLayout
+from vllm_mooncake_ascend.layout.ranks import Holding, holders, holdings, narrowed
+from vllm_mooncake_ascend.layout.regions import RegionMap
+from vllm_mooncake_ascend.layout.validity import shown
+
+
+class PlanePair(msgspec.Struct, frozen=True, kw_only=True):
+    """The same heads of the same plane on both sides: row by row and head by head, bytes of `source` go to `target`."""
+
+    source_index: int
+    """Place of the serving rank in the list given to `pair`."""
+    target: Plane
+    """The local plane, narrowed to the heads of this pair."""
+    source: Plane
+    """The remote plane, narrowed to the same heads."""
+    tokens_per_row: int
+    target_region: int
+    """Which of the local regions holds the target (`RegionMap`)."""
+    source_region: int
+
+
+class _Rank(msgspec.Struct, frozen=True, kw_only=True):
+    layout: RankLayout
+    regions: RegionMap
+
+    @classmethod
+    def of(cls, layout: RankLayout) -> _Rank:
+        return cls(layout=layout, regions=RegionMap.of(layout))
+
+    def region_of(self, plane: Plane) -> int:
+        index = self.regions.find(*overlap.extent(plane))
+        assert index is not None, "layouts are checked before they are paired"
+        return index
+
+
+def pair(local: RankLayout, remotes: Sequence[RankLayout]) -> tuple[PlanePair, ...]:
+    """Cover every head of every local plane with one remote rank's memory. The layouts must be free of flaws.
+
+    Raises:
+        ConfigError: a plane or head is nowhere to be found, or means something else over there.
+    """
+    held = holdings(remotes)
+    local_rank = _Rank.of(local)
+    remote_ranks = [_Rank.of(remote) for remote in remotes]
+    pairs: list[PlanePair] = []
+    for plane in local.planes:
+        pairs.extend(_pairs_of_plane(plane, local_rank, held.get(plane.name, []), remote_ranks))
+    return tuple(pairs)
+
+
+def expected_readers(producers: Sequence[RankLayout], readers: Sequence[RankLayout]) -> tuple[int, ...]:
+    """For each producer rank the number of reader ranks that read from it; 0 where others serve its copies."""
+    counts = [0] * len(producers)
+    for reader in readers:
+        for source_index in {found.source_index for found in pair(reader, producers)}:
+            counts[source_index] += 1
+    return tuple(counts)
+
+
+def _pairs_of_plane(plane: Plane, local: _Rank, held: list[Holding], remotes: list[_Rank]) -> list[PlanePair]:
+    pairs: list[PlanePair] = []
+    head = plane.first_head
+    end_head = plane.first_head + plane.num_heads
+    while head < end_head:
+        chosen = _choose(holders(held, head), end_head, local.layout.tp_rank)
+        if chosen is None:
+            raise ConfigError(
+                f"cannot plan reads of plane {shown(plane.name)}: no rank of the peer holds its KV head {head};"
+                " both engines must serve the same model, and the peer must announce all its ranks"
+            )
+        pair_end_head = min(end_head, chosen.plane.first_head + chosen.plane.num_heads)
+        assert pair_end_head > head, "each pair takes at least one head"
+        pairs.append(_pair(plane, (head, pair_end_head), local, chosen, remotes[chosen.rank_index]))
+        head = pair_end_head
+    return pairs
+
+
+def _pair(plane: Plane, heads: tuple[int, int], local: _Rank, chosen: Holding, remote: _Rank) -> PlanePair:
+    first_head, end_head = heads
+    group = local.layout.groups[plane.group_index]
+    _check_same_meaning(plane, group, chosen.plane, remote.layout.groups[chosen.plane.group_index])
+    return PlanePair(
+        source_index=chosen.rank_index,
+        target=narrowed(plane, first_head, end_head - first_head),
+        source=narrowed(chosen.plane, first_head, end_head - first_head),
+        tokens_per_row=tokens_per_row(group, plane),
+        target_region=local.region_of(plane),
+        source_region=remote.region_of(chosen.plane),
+    )
+
+
+def _choose(candidates: list[Holding], end_head: int, local_tp_rank: int) -> Holding | None:
+    """The candidate that serves most heads up to `end_head`; among equals by turns."""
+    if not candidates:
+        return None
+    reaches = [min(end_head, one.plane.first_head + one.plane.num_heads) for one in candidates]
+    best = [one for one, reach in zip(candidates, reaches, strict=True) if reach == max(reaches)]
+    return best[local_tp_rank % len(best)]
+
+
+def _check_same_meaning(plane: Plane, group: GroupLayout, remote_plane: Plane, remote_group: GroupLayout) -> None:
+    """Bytes may move between the two only if a row of a head is the same thing on both sides."""
+    here = meaning(plane, group)
+    there = meaning(remote_plane, remote_group)
+    if here != there:
+        raise ConfigError(
+            f"cannot plan reads of plane {shown(plane.name)}: {dict(here)} here, {dict(there)} there;"
+            " start both engines with the same model and cache settings"
+        )
