@@ -112,7 +112,7 @@ def report_of(rows: Sequence[Row], *, model: Path, dtype: str, seconds: float) -
         dtype=dtype,
         machine=f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
         all_equal=all(row.equal for row in rows),
-        all_moved=all(row.kv_bytes_moved > 0 for row in rows),
+        all_moved=all(row.kv_moved for row in rows),
         seconds=seconds,
         requests=tuple(rows),
     )

@@ -8,9 +8,9 @@ from typing import Any
 
 import aiohttp
 import msgspec
-from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_mooncake_ascend.cli.demo_prompts import DemoPrompt
+from vllm_mooncake_ascend.cli.scrape import totals_of
 from vllm_mooncake_ascend.errors import MooncakeAscendError
 
 REQUEST_TIMEOUT_S = 180.0
@@ -118,12 +118,7 @@ async def read_metrics(session: aiohttp.ClientSession, url: str) -> dict[str, fl
     """All samples of a server's `/metrics`, summed over their labels."""
     async with session.get(url + "/metrics", timeout=aiohttp.ClientTimeout(total=10)) as response:
         response.raise_for_status()
-        text = await response.text()
-    totals: dict[str, float] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
-    return totals
+        return totals_of(await response.text())
 
 
 def new_session() -> aiohttp.ClientSession:

@@ -65,19 +65,22 @@ WARM_UP = DemoPrompt(name="warm-up", chat=False, stream=False, text="A harbour w
 BATCHES: tuple[tuple[DemoPrompt, ...], ...] = (
     (
         DemoPrompt(
-            name="haiku", chat=False, stream=False, text="The old lighthouse keeper wrote a short poem about rain. It began:"
+            name="haiku",
+            chat=False,
+            stream=False,
+            text="The lighthouse keeper wrote a short poem about rain on the sea. It began:",
         ),
     ),
     (DemoPrompt(name="capital", chat=True, stream=True, text="What is the capital of France, and which river is it on?"),),
-    (_log("log 130", chat=False, stream=True, first=1000, num_entries=4),),
-    (_log("log 500", chat=True, stream=False, first=2000, num_entries=14),),
-    (_log("log 1,000", chat=False, stream=True, first=3000, num_entries=29),),
-    (_log("log 2,000", chat=True, stream=True, first=4000, num_entries=59),),
-    (_log("log 3,500", chat=False, stream=True, first=5000, num_entries=104),),
+    (_log("log 160", chat=False, stream=True, first=1000, num_entries=4),),
+    (_log("log 500", chat=True, stream=False, first=2000, num_entries=13),),
+    (_log("log 1,000", chat=False, stream=True, first=3000, num_entries=27),),
+    (_log("log 2,000", chat=True, stream=True, first=4000, num_entries=54),),
+    (_log("log 3,500", chat=False, stream=True, first=5000, num_entries=94),),
     (
         _log("at once, 300", chat=True, stream=True, first=6000, num_entries=8),
-        _log("at once, 700", chat=False, stream=False, first=7000, num_entries=20),
-        _log("at once, 1,200", chat=False, stream=True, first=8000, num_entries=35),
+        _log("at once, 700", chat=False, stream=False, first=7000, num_entries=18),
+        _log("at once, 1,200", chat=False, stream=True, first=8000, num_entries=32),
     ),
 )
 """Requests of one batch are sent at the same time, batches one after the other."""

@@ -11,10 +11,13 @@ from rich.table import Table
 
 from vllm_mooncake_ascend.cli.demo_client import Answer
 from vllm_mooncake_ascend.cli.demo_prompts import DemoPrompt
+from vllm_mooncake_ascend.metrics.names import PREFIX
+from vllm_mooncake_ascend.p2p import counters
 
-BYTES_READ = "mooncake_ascend:kv_read_bytes_total"
-SECONDS_READING = "mooncake_ascend:kv_read_seconds_sum"
-READS = "mooncake_ascend:kv_reads_total"
+BYTES_READ = PREFIX + counters.READ_BYTES
+SECONDS_READING = PREFIX + counters.READ_SECONDS
+READS = PREFIX + counters.READS_ENDED
+LOADS_FAILED = PREFIX + counters.LOADS_FAILED
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -24,18 +27,22 @@ class Moved(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: float
     seconds: float
     num_reads: float
+    num_failed: float
+    """Requests whose KV did not come (they were computed anew)."""
 
     @classmethod
     def between(cls, before: Mapping[str, float], after: Mapping[str, float]) -> Moved:
         """The growth of the counters."""
-        bytes_read, seconds, reads = (
-            after.get(name, 0.0) - before.get(name, 0.0) for name in (BYTES_READ, SECONDS_READING, READS)
-        )
-        return cls(num_bytes=bytes_read, seconds=seconds, num_reads=reads)
 
-    def share(self, part: float) -> Moved:
-        """That part of it."""
-        return Moved(num_bytes=self.num_bytes * part, seconds=self.seconds * part, num_reads=self.num_reads * part)
+        def growth(name: str) -> float:
+            return after.get(name, 0.0) - before.get(name, 0.0)
+
+        return cls(
+            num_bytes=growth(BYTES_READ),
+            seconds=growth(SECONDS_READING),
+            num_reads=growth(READS),
+            num_failed=growth(LOADS_FAILED),
+        )
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,6 +61,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     equal: bool
     kv_bytes_moved: int
     kv_blocks_moved: int
+    kv_moved: bool
+    """False when nothing moved, or when the KV of any request of the batch did not come."""
     transfer_seconds: float
     gigabytes_per_second: float
     ttft_seconds: float
@@ -106,7 +115,8 @@ def rows_of(
     total_tokens = sum(answer.prompt_tokens for answer in answers)
     rows = []
     for prompt, answer, reference in zip(batch, answers, references, strict=True):
-        mine = moved.share(answer.prompt_tokens / total_tokens)
+        share = answer.prompt_tokens / total_tokens
+        num_bytes = round(moved.num_bytes * share)
         rows.append(
             Row(
                 name=prompt.name,
@@ -118,10 +128,11 @@ def rows_of(
                 answer=answer.text,
                 reference_answer=reference.text,
                 equal=answer.same_as(reference),
-                kv_bytes_moved=round(mine.num_bytes),
-                kv_blocks_moved=-(-round(mine.num_bytes) // bytes_per_block),
-                transfer_seconds=mine.seconds,
-                gigabytes_per_second=mine.num_bytes / mine.seconds / 1e9 if mine.seconds else 0.0,
+                kv_bytes_moved=num_bytes,
+                kv_blocks_moved=-(-num_bytes // bytes_per_block),
+                kv_moved=num_bytes > 0 and moved.num_failed == 0,
+                transfer_seconds=moved.seconds * share,
+                gigabytes_per_second=moved.num_bytes / moved.seconds / 1e9 if moved.seconds else 0.0,
                 ttft_seconds=answer.ttft_seconds,
                 ttft_colocated_seconds=reference.ttft_seconds,
                 seconds=answer.seconds,

@@ -62,6 +62,10 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, number)
 
+    def ended(self) -> bool:
+        """True when the leader and everything it started are gone (a process it left behind counts as running)."""
+        return self.exit_code() is not None and not live_group(self.pid)
+
     def reap(self) -> int:
         """Kill what is left of the group and collect the leader. Returns how the leader ended."""
         self.signal(signal.SIGKILL)
@@ -124,9 +128,21 @@ def stop_all(children: Sequence[Child], *, grace_s: float = STOP_GRACE_S) -> dic
         child.signal(signal.SIGTERM)
         child.signal(signal.SIGCONT)
     deadline = time.monotonic() + grace_s
-    while time.monotonic() < deadline and any(child.exit_code() is None for child in children):
+    while time.monotonic() < deadline and not all(child.ended() for child in children):
         time.sleep(POLL_S)
     return {child.pid: child.reap() for child in children}
+
+
+def live_group(group_id: int) -> list[int]:
+    """Ids of the live processes of a group, from /proc; what has ended and waits to be collected is left out."""
+    pids = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            # pid (name, which may hold blanks and brackets) state parent group ...
+            state, _parent, group = stat.read_text(errors="replace").rpartition(")")[2].split()[:3]
+            if int(group) == group_id and state != "Z":
+                pids.append(int(stat.parent.name))
+    return sorted(pids)
 
 
 def free_port(host: str = "127.0.0.1") -> int:
