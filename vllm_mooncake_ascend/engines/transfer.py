@@ -24,17 +24,14 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import threading
 from collections.abc import Sequence
 
-import numpy as np
-
-from vllm_mooncake_ascend import limits
 from vllm_mooncake_ascend.engines import build, codes, environment
 from vllm_mooncake_ascend.engines.base import ReadResult
 from vllm_mooncake_ascend.engines.deadline import call_with_deadline
 from vllm_mooncake_ascend.engines.native import EngineSettings, NativeEngine
+from vllm_mooncake_ascend.engines.refusal import refusal
 from vllm_mooncake_ascend.engines.register import MemoryRegister
 from vllm_mooncake_ascend.errors import ConfigError, EngineError
 from vllm_mooncake_ascend.layout.plane import Region
@@ -42,7 +39,6 @@ from vllm_mooncake_ascend.planner.batch import CopyBatch
 from vllm_mooncake_ascend.types import Outcome, Session
 
 _LOG = logging.getLogger(__name__)
-_SESSION = re.compile(r"[!-~]+:[0-9]{1,5}")
 _DONE = ReadResult(outcome=Outcome.DONE, reason="")
 
 
@@ -100,9 +96,9 @@ class MooncakeTransferEngine:
 
     def read(self, session: Session, batch: CopyBatch) -> ReadResult:
         with self._lock:
-            refusal = self._refusal(session, batch)
-            if refusal is not None:
-                return ReadResult(outcome=Outcome.REFUSED, reason=f"reading from {session!r}: {refusal}")
+            reason = "the transfer engine is closed" if self._serving is None else refusal(session, batch, self._register)
+            if reason is not None:
+                return ReadResult(outcome=Outcome.REFUSED, reason=f"reading from {session!r}: {reason}")
             if len(batch) == 0:
                 return _DONE
             try:
@@ -130,26 +126,6 @@ class MooncakeTransferEngine:
             self._opened.clear()
             self._serving.destroy()
             self._serving = None
-
-    def _refusal(self, session: Session, batch: CopyBatch) -> str | None:
-        """Why the engine is not asked at all."""
-        if self._serving is None:
-            return "the transfer engine is closed"
-        if len(session) > limits.MAX_ID_CHARS or _SESSION.fullmatch(session) is None:
-            return "this is not a session of the form host:port; the peer sent a bad layout"
-        if len(batch) > limits.MAX_CALL_DESCRIPTORS:
-            return f"{len(batch)} descriptors in one call, the limit is {limits.MAX_CALL_DESCRIPTORS}"
-        if batch.num_bytes > limits.MAX_CALL_BYTES:
-            return f"{batch.num_bytes} bytes in one call, the limit is {limits.MAX_CALL_BYTES}"
-        index = self._register.first_outside(batch.local_addresses, batch.lengths_bytes)
-        if index is not None:
-            return (
-                f"target run {index} [{int(batch.local_addresses[index]):#x}, +{int(batch.lengths_bytes[index])} bytes] is not "
-                "inside one registered region"
-            )
-        if np.any(batch.remote_addresses < 1):
-            return "a remote address is not one; the peer sent a bad layout"
-        return None
 
     def _reading_engine(self) -> NativeEngine:
         """The engine to read with, free of whatever an UNKNOWN read left behind where that can be had."""
