@@ -234,30 +234,11 @@ def test_an_offer_with_a_value_out_of_range_is_refused_by_name(message: messages
         codec.decode_from_producer(unchecked_frame(message))
 
 
-@pytest.mark.parametrize(
-    ("layout", "complaint"),
-    [
-        (rank(group_index=1), "group_index"),
-        (rank(group_index=-1), "group_index"),
-        (rank(base_address=-1), "base_address"),
-        (rank(base_address=(1 << 63) - 1), "end address of a plane"),
-        (rank(block_stride_bytes=1 << 62), "end address of a plane"),
-        (rank(num_blocks=0), "num_blocks"),
-        (rank(num_heads=0), "num_heads"),
-        (rank(first_head=1), "total_heads"),
-        (rank(name=""), "plane name"),
-        (msgspec.structs.replace(rank(), tp_rank=1), "tp_rank"),
-        (msgspec.structs.replace(rank(), tp_size=0), "tp_size"),
-        (msgspec.structs.replace(rank(), session=""), "session"),
-        (msgspec.structs.replace(rank(), planes=rank().planes * 4_097), "planes"),
-        (msgspec.structs.replace(rank(), regions=(Region(base_address=1, length_bytes=(1 << 63) - 1),)), "length_bytes"),
-    ],
-)
-def test_a_layout_that_planners_could_not_trust_is_refused_by_name(layout: RankLayout, complaint: str) -> None:
-    """Goal: planners may calculate in int64 without looking. Method: one bad field at a time in a Welcome."""
+def test_a_flawed_layout_passes_for_others_to_name() -> None:
+    """Goal: a bad layout ends as a named difference, not as silence. Method: numbers no layout can have."""
+    layout = rank(base_address=-1, group_index=7, num_blocks=0)
     welcome = messages.Welcome(incarnation="p1", version=1, fingerprint={}, ranks=(layout,))  # type: ignore[arg-type]
-    with pytest.raises(RemoteProtocolError, match=complaint):
-        codec.decode_from_producer(unchecked_frame(welcome))
+    assert welcome == codec.decode_from_producer(unchecked_frame(welcome))
 
 
 def test_a_renewal_of_more_transfers_than_an_engine_can_wait_for_is_refused() -> None:

@@ -1,8 +1,8 @@
-"""What a decoded message must satisfy beyond its types: lengths, counts, signs, finite numbers, int64 addresses.
+"""What a decoded message must satisfy beyond its types: lengths, counts, signs, finite numbers.
 
-`wire.codec` has made sure that every field has its type. A peer can still send a negative address, a lease of NaN seconds
-or a plane that belongs to no group; nothing of that may reach a machine or a planner. Whether values *fit* this engine
-(dtype, block size, model) is no business of this module: that is the fingerprint's.
+`wire.codec` has made sure that every field has its type. A peer can still send a negative number of tokens, a lease of NaN
+seconds or a million readers; nothing of that may reach a machine. The layouts of a Welcome are judged where they are
+compared with ours, by `layout.compatibility`, which names every flaw.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Iterable
 
 from vllm_mooncake_ascend import limits
 from vllm_mooncake_ascend.errors import RemoteProtocolError
-from vllm_mooncake_ascend.layout.plane import GroupLayout, Plane, RankLayout, Region
 from vllm_mooncake_ascend.wire import messages
 
 _INT32_MAX = (1 << 31) - 1
@@ -79,58 +78,6 @@ def _welcome(welcome: messages.Welcome) -> None:
         _text("name in fingerprint", name)
         _text("value in fingerprint", value, shortest=0, longest=limits.MAX_FINGERPRINT_CHARS)
     _count("ranks", len(welcome.ranks), limits.MAX_RANKS)
-    for rank in welcome.ranks:
-        _rank(rank)
-
-
-def _rank(rank: RankLayout) -> None:
-    _number("tp_size", rank.tp_size, 1, limits.MAX_RANKS)
-    _number("pp_size", rank.pp_size, 1, limits.MAX_RANKS)
-    _number("tp_rank", rank.tp_rank, 0, rank.tp_size - 1)
-    _number("pp_rank", rank.pp_rank, 0, rank.pp_size - 1)
-    _text("session", rank.session)
-    _count("groups", len(rank.groups), limits.MAX_GROUPS)
-    _count("planes", len(rank.planes), limits.MAX_PLANES)
-    _count("regions", len(rank.regions), limits.MAX_REGIONS)
-    for group in rank.groups:
-        _group(group)
-    for plane in rank.planes:
-        _plane(plane, len(rank.groups))
-    for region in rank.regions:
-        _region(region)
-
-
-def _group(group: GroupLayout) -> None:
-    _number("tokens_per_block", group.tokens_per_block, 1, _INT32_MAX)
-    _number("kernel_blocks_per_block", group.kernel_blocks_per_block, 1, group.tokens_per_block)
-    _number("window_tokens", group.window_tokens, 0, _INT32_MAX)
-
-
-def _plane(plane: Plane, num_groups: int) -> None:
-    """Every address inside the plane must be an int64: planners calculate with those."""
-    _text("plane name", plane.name)
-    _number("group_index", plane.group_index, 0, num_groups - 1)
-    _number("num_blocks", plane.num_blocks, 1, _INT32_MAX)
-    _number("tokens_per_block", plane.tokens_per_block, 1, _INT32_MAX)
-    _number("num_heads", plane.num_heads, 1, _INT32_MAX)
-    _number("first_head", plane.first_head, 0, _INT32_MAX)
-    _number("total_heads", plane.total_heads, plane.first_head + plane.num_heads, _INT32_MAX)
-    _number("bytes_per_token_head", plane.bytes_per_token_head, 1, _INT32_MAX)
-    for name in ("base_address", "block_stride_bytes", "token_stride_bytes", "head_stride_bytes"):
-        _number(name, getattr(plane, name), 0, _INT64_MAX)
-    end_address = (
-        plane.base_address
-        + plane.num_blocks * plane.block_stride_bytes
-        + plane.tokens_per_block * plane.token_stride_bytes
-        + plane.num_heads * plane.head_stride_bytes
-        + plane.bytes_per_token_head
-    )
-    _number("end address of a plane", end_address, 1, _INT64_MAX)
-
-
-def _region(region: Region) -> None:
-    _number("base_address", region.base_address, 0, _INT64_MAX)
-    _number("length_bytes", region.length_bytes, 1, _INT64_MAX - region.base_address)
 
 
 def _readers(name: str, readers: Iterable[tuple[str, str]]) -> None:
