@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from vllm_mooncake_ascend.metrics import names, stats
 from vllm_mooncake_ascend.metrics.prometheus import Exporter
+from vllm_mooncake_ascend.p2p import counters
 
 _amounts = st.integers(1, 1000).map(float)
 _events = st.lists(
@@ -100,9 +101,9 @@ def test_a_label_value_nobody_declared_counts_as_other() -> None:
 
 def test_observations_are_bounded() -> None:
     """Goal: a long interval costs bounded memory. Method: merge more observations than are kept."""
-    many = {"histograms": {"kv_read_seconds": [0.1] * stats.MAX_OBSERVATIONS}}
+    many = {"histograms": {"kv_read_duration_seconds": [0.1] * stats.MAX_OBSERVATIONS}}
     merged = stats.merge(many, many)
-    assert stats.MAX_OBSERVATIONS == len(merged["histograms"]["kv_read_seconds"])
+    assert stats.MAX_OBSERVATIONS == len(merged["histograms"]["kv_read_duration_seconds"])
 
 
 def test_the_summary_fits_one_log_line() -> None:
@@ -110,14 +111,14 @@ def test_the_summary_fits_one_log_line() -> None:
     collector = stats.P2PStats()
     collector.count("kv_reads_total", "done", 2)
     collector.count("kv_read_bytes_total", amount=1024)
-    collector.observe("kv_read_seconds", 0.1)
-    collector.observe("kv_read_seconds", 0.3)
+    collector.observe("kv_read_duration_seconds", 0.1)
+    collector.observe("kv_read_duration_seconds", 0.3)
     collector.set_gauge("leases_open", 1)
     expected = {
         "kv_reads_total[done]": 2,
         "kv_read_bytes_total": 1024,
-        "kv_read_seconds_mean": 0.2,
-        "kv_read_seconds_max": 0.3,
+        "kv_read_duration_seconds_mean": 0.2,
+        "kv_read_duration_seconds_max": 0.3,
         "leases_open": 1,
     }
     assert expected == stats.summary(collector.take())
@@ -129,20 +130,20 @@ def test_export_writes_each_metric_under_vllms_labels() -> None:
     made = exporter(registry, ["model_name", "engine"])
     collector = stats.P2PStats()
     collector.count("kv_reads_total", "done", 2)
-    collector.observe("kv_read_seconds", 0.3)
+    collector.observe("kv_read_duration_seconds", 0.3)
     collector.set_gauge("leases_open", 4)
     made.observe(collector.take(), ["m", 0])
     labels = {"model_name": "m", "engine": "0"}
     read = [
         registry.get_sample_value("mooncake_ascend:kv_reads_total", {**labels, "outcome": "done"}),
-        registry.get_sample_value("mooncake_ascend:kv_read_seconds_count", labels),
+        registry.get_sample_value("mooncake_ascend:kv_read_duration_seconds_count", labels),
         registry.get_sample_value("mooncake_ascend:leases_open", labels),
     ]
     assert [2.0, 1.0, 4.0] == read
 
 
 @pytest.mark.parametrize(
-    "data", [{"counters": 7}, {"histograms": {"kv_read_seconds": ["x"]}}, {"gauges": {"leases_open": "y"}}]
+    "data", [{"counters": 7}, {"histograms": {"kv_read_duration_seconds": ["x"]}}, {"gauges": {"leases_open": "y"}}]
 )
 def test_export_of_damaged_data_is_told_once_and_never_raises(data: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     """Goal: metrics never stop the engine. Method: data of a wrong shape, twice."""
@@ -151,6 +152,12 @@ def test_export_of_damaged_data_is_told_once_and_never_raises(data: dict[str, An
         made.observe(data, [])
         made.observe(data, [])
     assert 1 == len(caplog.records)
+
+
+def test_whatever_a_machine_counts_has_a_metric() -> None:
+    """Goal: no count of a machine is lost. Method: every counter name of the machines' own list."""
+    counted = {value for name, value in vars(counters).items() if name.isupper() and value.endswith("_total")}
+    assert counted == counted & {metric.name for metric in names.METRICS if metric.kind == "counter"}
 
 
 def test_names_follow_the_conventions() -> None:
