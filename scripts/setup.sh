@@ -41,7 +41,23 @@ make_venv() {
     local python
     python=$(find_python)
     say "making $VENV with $python"
-    "$python" -m venv "$VENV" || fail "$python cannot make a virtual environment; Debian: apt-get install python3-venv"
+    "$python" -m venv "$VENV" >/dev/null 2>&1 && return
+    # Debian ships Python without the part that makes environments.
+    rm -rf "$VENV"
+    apt_install python3-venv
+    "$python" -m venv "$VENV" || fail "$python cannot make a virtual environment"
+}
+
+apt_install() {
+    local as_root=""
+    command -v apt-get >/dev/null || fail "no apt-get here; install what your system calls $*, then run this again"
+    if [ "$(id -u)" != 0 ]; then
+        sudo -n true 2>/dev/null || fail "run this as root, then again: apt-get install -y $*"
+        as_root="sudo -n"
+    fi
+    say "apt-get install $*"
+    { $as_root apt-get update -qq && $as_root apt-get install -y -qq --no-install-recommends "$@"; } >/dev/null 2>&1 \
+        || fail "apt-get could not install $*"
 }
 
 missing_libraries() {
@@ -52,19 +68,12 @@ missing_libraries() {
 }
 
 install_libraries() {
-    local missing as_root=""
-    missing=$(missing_libraries | tr '\n' ' ')
+    local missing
+    missing=$(missing_libraries)
     [ -n "$missing" ] || return 0
-    say "libraries that Mooncake loads are missing: $missing"
-    if [ "$(id -u)" != 0 ]; then
-        sudo -n true 2>/dev/null || fail "run this as root, then again: apt-get install -y $missing"
-        as_root="sudo -n"
-    fi
-    command -v apt-get >/dev/null || fail "no apt-get here; install what your system calls $missing, then run this again"
-    # shellcheck disable=SC2086
-    { $as_root apt-get update -qq && $as_root apt-get install -y -qq --no-install-recommends $missing; } >/dev/null \
-        || fail "apt-get could not install: $missing"
-    missing=$(missing_libraries | tr '\n' ' ')
+    # shellcheck disable=SC2086  # one word a package
+    apt_install $missing
+    missing=$(missing_libraries)
     [ -z "$missing" ] || fail "still missing after apt-get install: $missing"
 }
 

@@ -1,0 +1,60 @@
+# Everything that is done with this repository. Each target sets up what it needs; a second run finds it done.
+VENV ?= .venv
+SEEDS ?= 100000
+export VENV
+export HF_HUB_OFFLINE = 1
+BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest
+FAST := tests/tidy tests/pure tests/sim tests/proxy tests/cli
+
+.DEFAULT_GOAL := help
+.PHONY: help setup models check format lint types fast test sim contract e2e docs demo soak clean
+
+help: ## this list
+	@sed -n 's/^\([a-z0-9]*\):.*## /  make \1\t/p' Makefile | expand -t 18
+
+setup: ## the environment in .venv (VENV=... elsewhere)
+	@scripts/setup.sh
+
+models: setup ## the models of demo and tests in build/models
+	@$(BIN)/python scripts/make_models.py
+
+check: setup ## format, lint, types, import rules, tidy, pure, simulation, proxy, cli: under a minute
+	@$(MAKE) --no-print-directory -j2 --output-sync=target lint types fast
+
+format: setup ## bring the format into order
+	@$(BIN)/ruff format -q . && $(BIN)/ruff check -q --fix .
+
+lint: setup
+	@$(BIN)/ruff format --check . && $(BIN)/ruff check .
+
+types: setup
+	@$(BIN)/mypy
+
+fast: setup
+	@$(PYTEST) -q $(FAST)
+
+test: models ## the whole test suite but the soak, from nothing if need be
+	@$(PYTEST) -m "not soak"
+
+sim: setup ## the seeded simulation, SEEDS=100000 of them
+	@$(BIN)/python -m vllm_mooncake_ascend.testing.simulate --seeds $(SEEDS)
+
+contract: setup ## the contract suite on the in-memory engine and on real Mooncake
+	@$(PYTEST) tests/contract
+
+e2e: models ## real vLLM servers, real Mooncake, our proxy
+	@$(PYTEST) tests/e2e -m "not soak"
+
+docs: setup ## write the generated pages anew
+	@$(BIN)/python scripts/make_docs.py
+
+demo: setup ## prefill, decode and proxy against one plain engine, with a table
+	@$(BIN)/python scripts/make_models.py smollm2-135m-instruct
+	@$(BIN)/vllm-mooncake-ascend demo
+
+soak: models ## twenty rounds of faults; takes an hour
+	@$(PYTEST) -m soak
+
+clean: ## remove results and caches; environment and models stay
+	@rm -rf build/demo build/logs dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

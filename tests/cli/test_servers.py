@@ -1,0 +1,59 @@
+"""Commands, environments and places of the servers of a set."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from vllm_mooncake_ascend.cli import launch, servers
+from vllm_mooncake_ascend.cli.processes import Placement
+
+
+def test_the_transfer_config_is_what_the_readme_says() -> None:
+    """The JSON that vLLM gets for each role."""
+    expected = {
+        "kv_connector": "MooncakeConnectorV1",
+        "kv_connector_module_path": "vllm_mooncake_ascend",
+        "kv_role": "kv_consumer",
+    }
+    assert expected == json.loads(servers.transfer_config("decode"))
+
+
+def test_a_plain_engine_has_no_connector() -> None:
+    """The reference of the demo must be vLLM alone."""
+    assert "--kv-transfer-config" not in servers.engine("plain", "reference", "model").command
+
+
+def test_the_proxy_knows_every_engine() -> None:
+    """Two prefill engines and one decode engine."""
+    words = servers.proxy(["http://p0", "http://p1"], ["http://d0"]).command
+    expected = ("--prefill", "http://p0", "--prefill", "http://p1", "--decode", "http://d0")
+    assert expected == words[-6:]
+
+
+@pytest.mark.parametrize(
+    ("num_cpus", "num_engines", "decode_cpus"),
+    [(1, 2, None), (2, 2, {1}), (3, 2, {2}), (4, 2, {2, 3}), (8, 2, None), (8, 4, {4, 5, 6, 7})],
+)
+def test_decode_leaves_cores_to_prefill_on_small_hosts(num_cpus: int, num_engines: int, decode_cpus: set[int] | None) -> None:
+    """On hosts of several sizes: which cores decode engines are kept to, if any."""
+    placed = servers.placements(frozenset(range(num_cpus)), num_engines)
+    expected = {"decode": Placement(cpus=frozenset(decode_cpus), niceness=servers.DECODE_NICENESS)} if decode_cpus else {}
+    assert expected == placed
+
+
+def test_the_users_environment_wins() -> None:
+    """A variable the user has set is not set again."""
+    assert "OMP_NUM_THREADS" not in servers.cpu_environment({"OMP_NUM_THREADS": "4"})
+
+
+def test_launch_makes_the_engines_asked_for() -> None:
+    """One prefill and two decode engines, an option for all and a variable for decode only."""
+    plan = launch.Plan(
+        model="model", num_prefill=1, num_decode=2, arguments=("--max-model-len", "64"), decode_environment={"KEY": "value"}
+    )
+    specs = launch.engine_specs(plan, cpus=frozenset({0, 1}), cpu_environment={"OMP_NUM_THREADS": "1"})
+    seen = [(spec.name, spec.environment.get("KEY"), spec.command[-2:], len(spec.placement.cpus)) for spec in specs]
+    option = ("--max-model-len", "64")
+    assert [("prefill-0", None, option, 0), ("decode-0", "value", option, 1), ("decode-1", "value", option, 1)] == seen
