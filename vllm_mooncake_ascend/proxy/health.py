@@ -1,0 +1,73 @@
+"""Probes of the instances: is anyone ready, and who is not to get requests.
+
+An instance answers `GET /health` with 200 while its engine runs; vLLM answers 503 there when the engine has died.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from vllm_mooncake_ascend import limits
+from vllm_mooncake_ascend.proxy.backend import Backend
+from vllm_mooncake_ascend.proxy.exchange import Leg
+from vllm_mooncake_ascend.proxy.routing import Finding
+from vllm_mooncake_ascend.proxy.upstream import Question, UpstreamLost
+
+Ready = dict[Leg, int]
+"""Instances of each role that answered the last round of probes well."""
+
+
+class Health:
+    """Probes all instances in rounds; callers that come while a round runs share it."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._round: asyncio.Task[Ready] | None = None
+        self._loop: asyncio.Task[None] | None = None
+
+    def start(self, interval_s: float) -> None:
+        """Probe every `interval_s` from now on."""
+        assert self._loop is None, "started once"
+        self._loop = asyncio.create_task(self._probe_for_ever(interval_s))
+
+    async def close(self) -> None:
+        """End the probes."""
+        tasks = [task for task in (self._loop, self._round) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def probe_all(self) -> Ready:
+        """How many instances of each role are well right now."""
+        if self._round is None or self._round.done():
+            self._round = asyncio.create_task(self._probe_round())
+        return await asyncio.shield(self._round)  # a caller that leaves does not end the round of the others
+
+    async def _probe_for_ever(self, interval_s: float) -> None:
+        while True:
+            await self.probe_all()
+            await asyncio.sleep(interval_s)
+
+    async def _probe_round(self) -> Ready:
+        backend = self._backend
+        places = [(role, url) for role, routing in backend.routings.items() for url in routing.urls]
+        findings = await asyncio.gather(*(self._probe(url) for _, url in places))
+        ready: Ready = dict.fromkeys(backend.routings, 0)
+        now_s = backend.clock()
+        for (role, url), finding in zip(places, findings, strict=True):
+            routing = backend.routings[role]
+            routing.after_probe(url, finding, now_s)
+            ready[role] += finding is Finding.SOUND
+            backend.metrics.instance_usable(role, url, usable=routing.is_usable(url, now_s))
+        return ready
+
+    async def _probe(self, url: str) -> Finding:
+        question = Question(instance=url, method="GET", path="/health", headers=[], body=None)
+        try:
+            answer = await asyncio.wait_for(self._backend.upstream.ask(question), limits.PROBE_ANSWER_S)
+        except asyncio.TimeoutError:
+            return Finding.SUSPECT
+        except UpstreamLost as lost:
+            return Finding.SUSPECT if lost.reason == "silent" else Finding.BROKEN
+        answer.close()
+        return Finding.SOUND if answer.status == 200 else Finding.BROKEN

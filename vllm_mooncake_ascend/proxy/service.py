@@ -1,0 +1,60 @@
+"""The proxy as a process: what `vllm-mooncake-ascend proxy` runs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import signal
+from collections.abc import Callable
+
+from vllm_mooncake_ascend import limits
+from vllm_mooncake_ascend.proxy.app import ProxyServer
+from vllm_mooncake_ascend.proxy.farewell import Farewells
+from vllm_mooncake_ascend.proxy.settings import ProxySettings, checked
+
+logger = logging.getLogger(__name__)
+
+_FILES_PER_REQUEST = 2
+
+
+def run_proxy(settings: ProxySettings, *, on_ready: Callable[[str], None]) -> None:
+    """Serve until SIGTERM or SIGINT; running requests then have `settings.drain_s` to end.
+
+    Args:
+        settings: what to serve; URLs in any form that `checked` accepts.
+        on_ready: told the URL once the port is open.
+
+    Raises:
+        ConfigError: a setting is wrong, or the port cannot be had.
+    """
+    settings = checked(settings)
+    _raise_file_limit()
+    asyncio.run(_serve(settings, on_ready))
+
+
+async def _serve(settings: ProxySettings, on_ready: Callable[[str], None]) -> None:
+    is_told_to_stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, is_told_to_stop.set)
+    server = ProxyServer(settings, Farewells(settings.cluster_secret))
+    await server.start()
+    on_ready(server.url)
+    await is_told_to_stop.wait()
+    logger.info("told to stop; running requests have %.0f s", settings.drain_s)
+    await server.stop()
+
+
+def _raise_file_limit() -> None:
+    """Use all the open files the system allows: a request needs a socket on either side."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    wanted = _FILES_PER_REQUEST * limits.MAX_CLIENT_REQUESTS
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        logger.warning(
+            "open files are limited to %d, %d requests at once need %d; raise the limit (ulimit -Hn) for such a load",
+            hard,
+            limits.MAX_CLIENT_REQUESTS,
+            wanted,
+        )
