@@ -41,6 +41,11 @@ PEER_ANSWER_S = 5.0
 answers within 0.3 s at the worst measured, so this is silence, not slowness."""
 RESEND_S = 0.5
 """Unanswered messages are sent again after this; every message is idempotent."""
+SENDS_BEFORE_LOST = 3
+"""A silent peer is lost only after so many messages went unanswered: a process that was itself stopped for a while finds
+all its waits over, and the answers still unread."""
+MAX_UNANSWERED = 16_384
+"""Messages to one peer that are repeated until answered; beyond it a farewell is sent once."""
 OFFER_WAIT_S = 120.0
 """How long decode waits for a prefill that has not ended yet, while the peer keeps answering."""
 READ_WAIT_S = 60.0
@@ -59,8 +64,8 @@ time rule needs it: a read that ended within this after a sign of life cannot ha
 RANK_ANSWER_S = 30.0
 """How much later than its own bounds a worker's read may be reported to the scheduler: results travel with the output of
 an engine step, and a step may last seconds."""
-MAX_REMEMBERED_CANCELS = 1_024
-"""Cancels a worker remembers of reads it does not know (yet); the oldest are forgotten first."""
+MAX_REMEMBERED_READS = 1_024
+"""Reads a worker remembers that have ended, or were cancelled before it knew them; the oldest are forgotten first."""
 QUARANTINE_S = 60.0
 """How long blocks of an UNKNOWN read stay out of circulation where the engine offers no fence: the TCP transport of
 Mooncake gives up a transfer without progress after 30 s (bytes seen landing up to 24 s late, none from 26 s on), Ascend's
@@ -134,7 +139,7 @@ COOL_DOWN_S = 5.0
 FAILURES_TO_COOL_DOWN = 3
 """Answers of 500 and up, or unanswered probes, in a row before an instance that still connects counts as broken."""
 PROBE_INTERVAL_S = 2.0
-PROBE_ANSWER_S = 2.0
+PROBE_ANSWER_S = 1.5
 """A probe without an answer for this long counts against its instance."""
 DRAIN_S = 30.0
 """Default for how long running requests may go on after the proxy was told to stop."""

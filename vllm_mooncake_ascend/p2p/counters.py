@@ -49,6 +49,8 @@ PEERS_LOST = "peers_lost_total"
 """By reason: `silent`, `disconnected`, `goodbye`, `restarted`."""
 PEERS_REFUSED = "peers_refused_total"
 """Producers whose KV does not fit ours."""
+PEERS_FORGOTTEN = "peers_forgotten_total"
+"""Producers that were forgotten because nothing was read from them, or to make room."""
 
 # --- reader ------------------------------------------------------------------------------------------------------------
 ORDERS_IGNORED = "read_orders_ignored_total"

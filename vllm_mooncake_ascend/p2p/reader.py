@@ -1,0 +1,256 @@
+"""Reader: which engine call a decode worker runs next. Sans-I/O: events in, actions out, `now` is handed in.
+
+It owns the reads of one worker. One engine call is under way at a time; reads take turns call by call, so that no read
+waits behind the whole of another. It must not know engines, plans, threads or clocks. States of a read:
+
+    UNKNOWN    not in the table
+    QUEUED     no call of it is under way; waits for its turn
+    CALLING    a call of it is under way
+    STOPPING   a call of it is under way, and no other will start
+
+Each order is answered by exactly one EndRead, and none before its call under way has ended: only then is it certain that
+no further byte is asked for. An order that was cancelled before it came is refused; one that comes again is ignored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+from vllm_mooncake_ascend import limits
+from vllm_mooncake_ascend.p2p import actions, counters, events
+from vllm_mooncake_ascend.p2p.law import Cell, Law
+from vllm_mooncake_ascend.p2p.settings import ReaderSettings
+from vllm_mooncake_ascend.p2p.timers import Timers
+from vllm_mooncake_ascend.types import Outcome, RequestId, TransferId
+from vllm_mooncake_ascend.wire.steps import ReadEnded
+
+
+class ReadState(enum.Enum):
+    """See the module's table."""
+
+    UNKNOWN = "unknown"
+    QUEUED = "queued"
+    CALLING = "calling"
+    STOPPING = "stopping"
+
+
+class ReadInput(enum.Enum):
+    """What can happen to a read."""
+
+    PLANNED = "read planned"
+    REFUSED = "read cannot be planned"
+    TURN = "its turn"
+    CALL_DONE = "call done"
+    CALL_NOT_DONE = "call refused, failed or unknown"
+    CANCELLED = "read cancelled"
+    LATE = "time is over"
+
+
+@dataclasses.dataclass(slots=True)
+class Read:
+    """One order of one worker."""
+
+    transfer_id: TransferId
+    request_id: RequestId
+    num_calls: int
+    state: ReadState = ReadState.UNKNOWN
+    num_done: int = 0
+    num_bytes: int = 0
+    num_descriptors: int = 0
+    started_at_s: float | None = None
+    """Start of the first call."""
+    stop_reason: str = ""
+
+
+_S, _I = ReadState, ReadInput
+
+READ_LAW: Law[ReadState, ReadInput] = Law(
+    {
+        _S.UNKNOWN: {
+            _I.PLANNED: Cell("queue it; EndRead(done) without calls, (refused) if cancelled before", (_S.QUEUED, _S.UNKNOWN)),
+            _I.REFUSED: Cell("EndRead(refused)", (_S.UNKNOWN,)),
+        },
+        _S.QUEUED: {
+            _I.TURN: Cell("StartCall", (_S.CALLING,)),
+            _I.CANCELLED: Cell("EndRead(refused before its first call, else failed)", (_S.UNKNOWN,)),
+            _I.LATE: Cell("EndRead(refused before its first call, else failed)", (_S.UNKNOWN,)),
+        },
+        _S.CALLING: {
+            _I.CALL_DONE: Cell("to the end of the queue; EndRead(done) after the last", (_S.QUEUED, _S.UNKNOWN)),
+            _I.CALL_NOT_DONE: Cell("EndRead with that outcome (failed for refused after a call that was done)", (_S.UNKNOWN,)),
+            _I.CANCELLED: Cell("nothing yet: the call is under way", (_S.STOPPING,)),
+            _I.LATE: Cell("nothing yet: the call is under way", (_S.STOPPING,)),
+        },
+        _S.STOPPING: {
+            _I.CALL_DONE: Cell("EndRead(done if it was the last, else failed)", (_S.UNKNOWN,)),
+            _I.CALL_NOT_DONE: Cell("EndRead with that outcome (failed for refused after a call that was done)", (_S.UNKNOWN,)),
+            _I.CANCELLED: Cell("nothing yet: the call is under way", (_S.STOPPING,)),
+            _I.LATE: Cell("nothing yet: the call is under way", (_S.STOPPING,)),
+        },
+    }
+)
+"""Law of a read at the worker."""
+
+
+class Reader:
+    """Machine of one decode worker; all calls from one thread at a time.
+
+    Args:
+        rank: this worker's number, as ReadEnded names it.
+    """
+
+    def __init__(self, rank: int, settings: ReaderSettings, law: Law[ReadState, ReadInput] = READ_LAW) -> None:
+        self._rank = rank
+        self._settings = settings
+        self._law = law
+        self._reads: dict[RequestId, Read] = {}
+        """In order of turns."""
+        self._calling: Read | None = None
+        self._memory: dict[RequestId, bool] = {}
+        """Requests whose read has ended (True) or was cancelled before it was known (False); oldest first."""
+        self._timers: Timers[RequestId] = Timers()
+        self._actions: list[actions.ReaderAction] = []
+
+    def handle(self, event: events.ReaderEvent, now: float) -> list[actions.ReaderAction]:
+        """Take one event and say what is to be done, in this order. Events that came late or twice do no harm."""
+        match event:
+            case events.CallEnded():
+                self._call_ended(event, now)
+            case events.ReadPlanned():
+                self._planned(event, now)
+            case events.ReadRefused():
+                self._refused(event, now)
+            case events.ReadCancelled():
+                self._cancelled(event.request_id, now)
+            case events.TimerFired():
+                pass
+        for request_id in self._timers.take_due(now):
+            self._stop(self._reads[request_id], ReadInput.LATE, "it took longer than read_wait_s", now)
+        self._next_call(now)
+        done, self._actions = self._actions, []
+        return done
+
+    def next_timer(self) -> float | None:
+        """When TimerFired is due, None: never."""
+        return self._timers.next_s()
+
+    @property
+    def num_reads(self) -> int:
+        """Reads that have not ended."""
+        return len(self._reads)
+
+    # --- orders -------------------------------------------------------------------------------------------------------
+
+    def _planned(self, event: events.ReadPlanned, now: float) -> None:
+        if self._is_repeated(event.request_id):
+            return
+        read = Read(transfer_id=event.transfer_id, request_id=event.request_id, num_calls=event.num_calls)
+        if self._memory.get(event.request_id) is False:
+            self._end(read, ReadInput.PLANNED, Outcome.REFUSED, "it was cancelled before it began", now)
+        elif event.num_calls == 0:
+            self._end(read, ReadInput.PLANNED, Outcome.DONE, "", now)
+        else:
+            self._reads[event.request_id] = read
+            self._timers.set(event.request_id, now + self._settings.read_wait_s)
+            self._move(read, ReadInput.PLANNED, ReadState.QUEUED)
+
+    def _refused(self, event: events.ReadRefused, now: float) -> None:
+        if not self._is_repeated(event.request_id):
+            read = Read(transfer_id=event.transfer_id, request_id=event.request_id, num_calls=0)
+            self._end(read, ReadInput.REFUSED, Outcome.REFUSED, event.reason, now)
+
+    def _is_repeated(self, request_id: RequestId) -> bool:
+        is_repeated = request_id in self._reads or self._memory.get(request_id) is True
+        if is_repeated:
+            self._count(counters.ORDERS_IGNORED)
+        return is_repeated
+
+    def _cancelled(self, request_id: RequestId, now: float) -> None:
+        read = self._reads.get(request_id)
+        if read is not None:
+            self._stop(read, ReadInput.CANCELLED, "it was cancelled", now)
+        elif request_id not in self._memory:
+            self._remember(request_id, has_ended=False)
+
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    def _next_call(self, now: float) -> None:
+        """Start a call of the read whose turn it is, unless one is under way."""
+        read = next(iter(self._reads.values()), None)
+        if self._calling is not None or read is None:
+            return
+        self._calling = read
+        if read.started_at_s is None:
+            read.started_at_s = now
+        self._move(read, ReadInput.TURN, ReadState.CALLING)
+        self._actions.append(
+            actions.StartCall(transfer_id=read.transfer_id, request_id=read.request_id, call_index=read.num_done)
+        )
+
+    def _call_ended(self, event: events.CallEnded, now: float) -> None:
+        read = self._calling
+        if read is None or (read.request_id, read.num_done) != (event.request_id, event.call_index):
+            self._count(counters.MESSAGES_IGNORED, counters.NOBODY_ASKED)
+            return
+        self._calling = None
+        self._count(counters.CALLS_ENDED, event.outcome.value)
+        read.num_bytes += event.num_bytes
+        read.num_descriptors += event.num_descriptors
+        if event.outcome is not Outcome.DONE:
+            is_untouched = event.outcome is Outcome.REFUSED and read.num_done == 0
+            outcome = event.outcome if is_untouched or event.outcome is Outcome.UNKNOWN else Outcome.FAILED
+            self._end(read, ReadInput.CALL_NOT_DONE, outcome, event.reason, now)
+            return
+        read.num_done += 1
+        if read.num_done == read.num_calls:
+            self._end(read, ReadInput.CALL_DONE, Outcome.DONE, "", now)
+        elif read.state is ReadState.STOPPING:
+            self._end(read, ReadInput.CALL_DONE, Outcome.FAILED, read.stop_reason, now)
+        else:
+            self._reads[read.request_id] = self._reads.pop(read.request_id)
+            self._move(read, ReadInput.CALL_DONE, ReadState.QUEUED)
+
+    # --- ends ---------------------------------------------------------------------------------------------------------
+
+    def _stop(self, read: Read, what: ReadInput, reason: str, now: float) -> None:
+        if read.state is ReadState.QUEUED:
+            self._end(read, what, Outcome.FAILED if read.num_done else Outcome.REFUSED, reason, now)
+        else:
+            read.stop_reason = reason
+            self._move(read, what, ReadState.STOPPING)
+
+    def _end(self, read: Read, what: ReadInput, outcome: Outcome, reason: str, now: float) -> None:
+        """The one end of a read: no call of it is under way, and none will start."""
+        assert self._calling is not read, "a read does not end while its call is under way"
+        self._reads.pop(read.request_id, None)
+        self._timers.drop(read.request_id)
+        self._remember(read.request_id, has_ended=True)
+        self._move(read, what, ReadState.UNKNOWN)
+        self._actions.append(
+            actions.EndRead(
+                ended=ReadEnded(
+                    transfer_id=read.transfer_id,
+                    request_id=read.request_id,
+                    rank=self._rank,
+                    outcome=outcome,
+                    reason=reason,
+                    num_bytes=read.num_bytes,
+                    num_descriptors=read.num_descriptors,
+                    seconds=0.0 if read.started_at_s is None else now - read.started_at_s,
+                )
+            )
+        )
+
+    def _remember(self, request_id: RequestId, *, has_ended: bool) -> None:
+        self._memory.pop(request_id, None)
+        self._memory[request_id] = has_ended
+        if len(self._memory) > limits.MAX_REMEMBERED_READS:
+            del self._memory[next(iter(self._memory))]
+
+    def _move(self, read: Read, what: ReadInput, after: ReadState) -> None:
+        before, read.state = read.state, after
+        self._law.check(before, what, after)
+
+    def _count(self, name: str, reason: str = counters.NO_REASON) -> None:
+        self._actions.append(actions.Count(name=name, reason=reason))
