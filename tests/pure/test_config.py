@@ -46,6 +46,7 @@ def test_no_setting_gives_the_defaults() -> None:
         min_remote_tokens=1,
         empty_step_wait_s=0.005,
         tame_queue_spin=True,
+        is_strict=False,
     )
     assert expected == parse()
 
@@ -201,6 +202,12 @@ def test_borrowed_settings_have_their_meaning() -> None:
     """Goal: "taken for" is true. Method: a key and a variable that stand for ours."""
     config = parse({"mooncake_protocol": "rdma"}, {"VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": "480"})
     assert ("rdma", 480.0) == (config.protocol, config.lease_max_s)
+
+
+@pytest.mark.parametrize(("value", "is_strict"), [("1", True), ("0", False), ("", False)])
+def test_strictness_is_switched_by_its_variable(value: str, is_strict: bool) -> None:
+    """Goal: tests hear of every broken invariant. Method: the variable on, off and empty."""
+    assert is_strict == parse({}, {"VLLM_MOONCAKE_ASCEND_STRICT": value}).is_strict
 
 
 def test_a_port_that_ascend_may_take_is_warned_about() -> None:

@@ -41,6 +41,8 @@ class P2PConfig(msgspec.Struct, frozen=True, kw_only=True):
     min_remote_tokens: int
     empty_step_wait_s: float
     tame_queue_spin: bool
+    is_strict: bool
+    """A broken invariant ends the engine instead of one transfer: for tests."""
 
     def __repr__(self) -> str:
         """All settings but the secret, so that no log can hold it."""
@@ -95,6 +97,7 @@ def parse_p2p(
             "side_channel_host": host,
             "secret": _secret(values, environ, read_text, warnings),
             "empty_step_wait_s": values["empty_step_wait_ms"] / 1e3,
+            "is_strict": environ.get(keys.STRICT_VARIABLE, "") not in ("", "0"),
             "tame_queue_spin": device_type == "cpu" if tame_queue_spin is None else tame_queue_spin,
         }
     )

@@ -43,6 +43,7 @@ def page() -> str:
     """The whole text of docs/configuration.md."""
     variables = [
         f"| `{keys.SECRET_VARIABLE}` | the cluster secret, where no key sets it |",
+        f"| `{keys.STRICT_VARIABLE}` | for tests: 1 lets a broken invariant of ours end the engine instead of one transfer |",
         f"| `{keys.HOST_VARIABLE}` | vLLM's own: address of this host, where `side_channel_host` is not set |",
         *map(_borrowed_row, keys.BORROWED_VARIABLES),
     ]

@@ -87,6 +87,7 @@ _DECODE = (
     _counted(counters.READS_OVERDUE, "Reads that a worker did not end within every bound it has."),
     _counted(counters.QUARANTINES, "Reads of unknown outcome, whose blocks stay out of use for a while."),
     _counted(counters.PEERS_LOST, "Prefill engines that fell silent, broke off, left or restarted.", by="reason"),
+    _counted(counters.PEERS_FORGOTTEN, "Prefill engines forgotten because nothing was read from them for long."),
     _counted(counters.PEERS_REFUSED, "Prefill engines whose KV does not fit this engine."),
     _counted(counters.ORDERS_IGNORED, "Read orders that a worker did not know what to do with."),
     _counted(counters.CALLS_ENDED, "Calls of the transfer engine.", by="outcome"),
