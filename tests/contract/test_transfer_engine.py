@@ -1,0 +1,53 @@
+"""Every transfer engine keeps the same contract: the one in memory, and real Mooncake between processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from vllm_mooncake_ascend.testing.contract_faults import late_bytes_never_land_behind_the_fence
+from vllm_mooncake_ascend.testing.contract_world import Check
+from vllm_mooncake_ascend.testing.contracts import TRANSFER_ENGINE_CHECKS
+from vllm_mooncake_ascend.testing.memory_world import MemoryWorld
+from vllm_mooncake_ascend.testing.mooncake_world import MooncakeWorld
+
+LATE_WATCH_S = 35.0
+"""Mooncake's TCP transport gives up a transfer without progress after 30 s; by then nothing can land in any case."""
+
+
+@pytest.fixture
+def mooncake_world(monkeypatch: pytest.MonkeyPatch) -> Iterator[MooncakeWorld]:
+    """Real Mooncake over TCP with the shortest timeout it takes, so that stopped peers do not cost 10 s each."""
+    for name in ("MC_TCP_ENABLE_CONNECTION_POOL", "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER", "MC_FORCE_TCP"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MC_TRANSFER_TIMEOUT", "5")
+    monkeypatch.setenv("MC_LOG_LEVEL", "ERROR")  # read when Mooncake is imported
+    pytest.importorskip("mooncake.engine")
+    world = MooncakeWorld("tcp", late_watch_s=LATE_WATCH_S)
+    yield world
+    world.close()
+
+
+def _name(check: Check) -> str:
+    return check.__name__
+
+
+@pytest.mark.parametrize("check", TRANSFER_ENGINE_CHECKS, ids=_name)
+def test_memory_engine_keeps_the_contract(check: Check) -> None:
+    """Each check of the contract, against engines in memory."""
+    check(MemoryWorld())
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("check", TRANSFER_ENGINE_CHECKS, ids=_name)
+def test_mooncake_over_tcp_keeps_the_contract(check: Check, mooncake_world: MooncakeWorld) -> None:
+    """Each check of the contract, against the installed Mooncake over TCP between processes."""
+    check(mooncake_world)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("round_index", range(20))
+def test_the_fence_of_mooncake_over_tcp_holds_every_time(round_index: int, mooncake_world: MooncakeWorld) -> None:
+    """Twenty more interrupted reads, each stopped at another point by chance, none of which may land late."""
+    late_bytes_never_land_behind_the_fence(mooncake_world)
