@@ -89,6 +89,7 @@ class SideChannel:
         policy: AddressPolicy,
         keys: CurveKeys | None,
     ) -> None:
+        self.policy = policy
         self._owner = owner
         self._incarnation = incarnation
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
