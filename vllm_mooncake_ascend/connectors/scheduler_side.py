@@ -217,10 +217,12 @@ class SchedulerSide:
         )
 
     def _issue(self, transfer_id: TransferId, request: Any, num_tokens: int) -> dict[str, Any]:
+        address = self._shell.address
+        assert address is not None, "a producer listens"
         transfer = params.RemotePrefill(
             transfer_id=transfer_id,
             incarnation=self._shell.incarnation,
-            address=self._shell.address,
+            address=address,
             num_tokens=num_tokens,
             prompt_digest=requests.prompt_digest(request),
         )

@@ -13,6 +13,8 @@ from vllm_mooncake_ascend.metrics import stats as values
 class P2PConnectorStats(KVConnectorStats):
     """What happened since the last step; mergeable over ranks and time. `data` holds plain values only."""
 
+    data: dict[str, Any]
+
     def reset(self) -> None:
         self.data = {}
 

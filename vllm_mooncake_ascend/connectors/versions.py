@@ -5,7 +5,6 @@ Everything that is not in all of them is imported or probed here; the rest of th
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
@@ -89,19 +88,9 @@ def spin_conditions() -> list[Any]:
     ]
 
 
-def stats_base() -> type:
-    """Base class of connector statistics."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
-
-    return KVConnectorStats
-
-
 def with_hit_source(connector_class: type) -> type:
     """Label the connector's external hits as peer-to-peer where vLLM knows labels (0.32+)."""
     source = p2p_hit_source()
     if source is not None:
         connector_class._cache_hit_source = source  # type: ignore[attr-defined]
     return connector_class
-
-
-Decorator = Callable[[type], type]

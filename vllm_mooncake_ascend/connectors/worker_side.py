@@ -50,7 +50,11 @@ class WorkerSide:
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Make the engine, register all KV memory with it and describe it for peers."""
         engine = MooncakeTransferEngine(
-            host=self._config.transfer_host, protocol=self._config.protocol, device_name=self._config.device_name
+            host=self._config.transfer_host,
+            protocol=self._config.protocol,
+            device_name=self._config.device_name,
+            memory_location=self._device.memory_location(),
+            alignment_bytes=self._device.alignment_bytes,
         )
         rank = kv_cache.rank_numbers(self._vllm_config)
         self._layout = kv_cache.read_rank_layout(
