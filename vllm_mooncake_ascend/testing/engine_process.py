@@ -306,13 +306,19 @@ class EngineProcess:
         """
         deadline_s = time.monotonic() + timeout_s
         while True:
-            self._take_arrived()
+            self.take_arrived()
             if reached():
                 return
             with contextlib.suppress(queue.Empty):
                 self._handle(self._inbox.get(timeout=POLL_S))
             if time.monotonic() > deadline_s:
                 raise EngineFailed(self._story(f"did not come within {timeout_s:.0f} s to {what}"))
+
+    def take_arrived(self) -> None:
+        """Take in what has come from the engine, without waiting."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._handle(self._inbox.get_nowait())
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
@@ -323,11 +329,6 @@ class EngineProcess:
             raise EngineFailed(self._story(f"did not give {what} in time")) from None
         self._handle(message)
         return message
-
-    def _take_arrived(self) -> None:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._handle(self._inbox.get_nowait())
 
     def _handle(self, message: messages.Message | None) -> None:
         match message:

@@ -1,0 +1,244 @@
+"""EnginePair: one prefill engine, one decode engine and the plain engine whose answers theirs must equal.
+
+Does by hand what a proxy or router does: the prefill leg (one token, `do_remote_decode`), then the decode leg with the
+`kv_transfer_params` of prefill's response unchanged. And it knows how both engines must look when nothing is going on,
+so that a test can end by showing that nothing was left behind.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from vllm_mooncake_ascend.runtime.release import send_release
+from vllm_mooncake_ascend.testing.engine_answer import Answer
+from vllm_mooncake_ascend.testing.engine_messages import Sampling
+from vllm_mooncake_ascend.testing.engine_process import POLL_S, REQUEST_TIMEOUT_S, EngineProcess, Running
+
+PREFILL_SAMPLING = Sampling(max_tokens=1)
+GAUGES = ("leases_open", "blocks_pinned", "loads_in_flight", "quarantined_blocks")
+SETTLE_TIMEOUT_S = 10.0
+SETTLE_POLL_S = 0.1
+RELEASE_TIMEOUT_S = 10.0
+VOCABULARY = range(3, 49_000)
+"""Token ids of the test models, special tokens left out."""
+KEPT_GOLDEN_LENGTHS = (5, 32, 65, 300, 700)
+FRESH_GOLDEN_LENGTHS = (31, 33, 128, 513, 1100)
+
+Prompt = tuple[int, ...]
+
+
+class Footprint(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine holds; two of them are equal when nothing was left behind between them."""
+
+    num_requests: int
+    num_running: int
+    num_waiting: int
+    num_free_blocks: int
+    held_block_ids: tuple[int, ...]
+    gauges: dict[str, float]
+    num_threads: int
+    num_sockets: int
+
+
+def random_prompt(seed: object, num_tokens: int) -> Prompt:
+    """A prompt that no other seed gives."""
+    source = random.Random(f"{seed}/{num_tokens}")
+    return tuple(source.choice(VOCABULARY) for _ in range(num_tokens))
+
+
+class Reference:
+    """Answers of a plain engine, asked once for each prompt."""
+
+    def __init__(self, engine: EngineProcess) -> None:
+        self.engine = engine
+        self._known: dict[tuple[Prompt, Sampling], list[int]] = {}
+
+    def tokens(self, prompt: Prompt, sampling: Sampling) -> list[int]:
+        """What vLLM without us answers."""
+        key = (prompt, sampling)
+        if key not in self._known:
+            self._known[key] = self.engine.submit(prompt, sampling).result().token_ids
+        return self._known[key]
+
+
+class EnginePair:
+    """Two engines and their reference; used by one thread."""
+
+    def __init__(self, prefill: EngineProcess, decode: EngineProcess, reference: Reference) -> None:
+        self.prefill = prefill
+        self.decode = decode
+        self.reference = reference
+        self._num_checks = 0
+        self._num_flushes = 0
+        self._at_start: dict[str, Footprint] = {}
+
+    # --- what a proxy does ----------------------------------------------------------------------------------------
+
+    def start_prefill(
+        self, prompt: Prompt, *, transfer_id: str | None = None, sampling: Sampling = PREFILL_SAMPLING
+    ) -> Running:
+        """Give prefill its leg of a request."""
+        params = {"do_remote_decode": True}
+        wanted = {"transfer_id": transfer_id} if transfer_id is not None else {}
+        return self.prefill.submit(prompt, sampling, params={**params, **wanted})
+
+    def prefill_leg(self, prompt: Prompt, *, transfer_id: str | None = None) -> Any:
+        """Run prefill's leg; returns the kv_transfer_params that decode must be given."""
+        params = self.start_prefill(prompt, transfer_id=transfer_id).result().kv_transfer_params
+        assert params is not None, "prefill offered no KV"
+        return params
+
+    def decode_leg(self, prompt: Prompt, params: object, sampling: Sampling | None = None) -> Answer:
+        """Run decode's leg."""
+        return self.decode.submit(prompt, sampling, params=params).result()
+
+    def answer(self, prompt: Prompt, sampling: Sampling | None = None) -> Answer:
+        """Both legs of one request."""
+        return self.decode_leg(prompt, self.prefill_leg(prompt), sampling)
+
+    def expected(self, prompt: Prompt, sampling: Sampling | None = None) -> list[int]:
+        """The tokens a plain engine answers."""
+        return self.reference.tokens(prompt, sampling or Sampling())
+
+    def early_params(self, transfer_id: str) -> dict[str, Any]:
+        """What a proxy that sends both legs at once gives decode, knowing prefill from an earlier response."""
+        known = self.prefill_leg(random_prompt("early", 8))
+        self.release(known)
+        return {**known, "transfer_id": transfer_id, "remote_num_tokens": 0, "remote_prompt_digest": ""}
+
+    def release(self, params: Any) -> None:
+        """What a proxy does when decode will not come for a transfer: tell prefill over its side channel."""
+        answered = send_release(params, secret=None, timeout_s=RELEASE_TIMEOUT_S)
+        assert answered, "prefill did not answer the release"
+
+    def wrong_answers(self, prompts: Iterable[Prompt], sampling: Sampling | None = None) -> dict[int, list[int]]:
+        """Run prompts one after the other; by length the answers that the plain engine does not give."""
+        wrong = {}
+        for prompt in prompts:
+            tokens = self.answer(prompt, sampling).token_ids
+            if tokens != self.expected(prompt, sampling):
+                wrong[len(prompt)] = tokens
+        return wrong
+
+    def wrong_concurrent_answers(
+        self, prompts: Sequence[Prompt], sampling: Sampling | None = None, *, concurrency: int
+    ) -> dict[int, list[int]]:
+        """As `wrong_answers`, with so many requests under way at once, each in one of its two legs."""
+        waiting = list(reversed(prompts))
+        prefilling: dict[Prompt, Running] = {}
+        decoding: dict[Prompt, Running] = {}
+        answers: dict[Prompt, list[int]] = {}
+        deadline_s = time.monotonic() + REQUEST_TIMEOUT_S
+        while len(answers) < len(prompts):
+            assert time.monotonic() < deadline_s, f"{len(answers)} of {len(prompts)} requests ended in time"
+            while waiting and len(prefilling) + len(decoding) < concurrency:
+                prompt = waiting.pop()
+                prefilling[prompt] = self.start_prefill(prompt)
+            for prompt, running in _take_finished(self.prefill, prefilling):
+                decoding[prompt] = self.decode.submit(prompt, sampling, params=running.answer.kv_transfer_params)
+            for prompt, running in _take_finished(self.decode, decoding):
+                answers[prompt] = running.answer.token_ids
+        return {len(prompt): tokens for prompt, tokens in answers.items() if tokens != self.expected(prompt, sampling)}
+
+    # --- nothing left behind --------------------------------------------------------------------------------------
+
+    def warm_up(self) -> None:
+        """First transfers, connections and threads; remembers what the engines hold when idle."""
+        self._wrong_golden_answers()
+        for engine in (self.prefill, self.decode):
+            self.remember(engine)
+
+    def remember(self, engine: EngineProcess) -> None:
+        """Take what an engine holds now for its start: the first time, and after a restart."""
+        self._at_start.pop(engine.spec.name, None)
+        self._at_start[engine.spec.name] = self._settled(engine)
+
+    def remains(self) -> dict[str, Any]:
+        """What is not as it was at the start, golden answers included; {} when all is well.
+
+        The answers come first: an idle engine carries out releases at its next request only.
+        """
+        engines = [engine for engine in (self.prefill, self.decode) if engine.is_alive]
+        for engine in engines:
+            engine.release()
+        found: dict[str, Any] = {}
+        if len(engines) == 2 and (wrong := self._wrong_golden_answers()):
+            found["wrong golden answers"] = wrong
+        for engine in engines:
+            if different := self._changes(engine):
+                found[engine.spec.name] = different
+        return found
+
+    def revive(self) -> None:
+        """Start engines that an earlier test left dead."""
+        dead = [engine for engine in (self.prefill, self.decode) if not engine.is_alive]
+        for engine in dead:
+            engine.restart()
+            engine.wait_ready()
+        if dead:
+            self.warm_up()
+
+    def flush(self, engine: EngineProcess) -> None:
+        """One small request: an idle engine runs no hook, so releases that came in wait for the next request."""
+        self._num_flushes += 1
+        engine.submit(random_prompt(f"flush {self._num_flushes}", 4), PREFILL_SAMPLING).result()
+
+    def _wrong_golden_answers(self) -> dict[int, list[int]]:
+        """Ten prompts, half of them seen before (local hits on both sides), half new."""
+        self._num_checks += 1
+        seen_before = [random_prompt("golden", length) for length in KEPT_GOLDEN_LENGTHS]
+        new = [random_prompt(f"golden {self._num_checks}", length) for length in FRESH_GOLDEN_LENGTHS]
+        return self.wrong_answers(seen_before + new)
+
+    def _changes(self, engine: EngineProcess) -> dict[str, tuple[Any, Any]]:
+        """What differs from the engine's start, as (at start, now)."""
+        before = msgspec.to_builtins(self._at_start[engine.spec.name])
+        after = msgspec.to_builtins(self._settled(engine))
+        return {name: (before[name], after[name]) for name in before if before[name] != after[name]}
+
+    def _settled(self, engine: EngineProcess) -> Footprint:
+        """The engine's footprint, once it is that of the start or has had its time to become so."""
+        deadline_s = time.monotonic() + SETTLE_TIMEOUT_S
+        while True:
+            self.flush(engine)
+            found = footprint(engine)
+            if found == self._at_start.get(engine.spec.name) or time.monotonic() > deadline_s:
+                return found
+            if engine.spec.name not in self._at_start and _is_idle(found):
+                return found
+            time.sleep(SETTLE_POLL_S)
+
+
+def footprint(engine: EngineProcess) -> Footprint:
+    """What an engine holds now."""
+    state, metrics = engine.state(), engine.metrics()
+    return Footprint(
+        num_requests=state.num_requests,
+        num_running=state.num_running,
+        num_waiting=state.num_waiting,
+        num_free_blocks=state.num_free_blocks,
+        held_block_ids=state.held_block_ids,
+        gauges={name: metrics.get(f"mooncake_ascend:{name}", 0.0) for name in GAUGES},
+        num_threads=state.num_threads,
+        num_sockets=state.num_sockets,
+    )
+
+
+def _take_finished(engine: EngineProcess, requests: dict[Prompt, Running]) -> list[tuple[Prompt, Running]]:
+    """Those of `requests` that have ended, taken out of it; waits a moment for news of the engine."""
+    engine.take_arrived()
+    finished = [(prompt, running) for prompt, running in requests.items() if running.is_finished]
+    for prompt, _ in finished:
+        del requests[prompt]
+    if not finished:
+        time.sleep(POLL_S)
+    return finished
+
+
+def _is_idle(found: Footprint) -> bool:
+    return not found.held_block_ids and found.num_requests == 0 and not any(found.gauges.values())
