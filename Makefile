@@ -38,7 +38,7 @@ test: models ## the whole test suite but the soak, from nothing if need be
 	@$(PYTEST) -m "not soak"
 
 sim: setup ## the seeded simulation, SEEDS=100000 of them
-	@$(BIN)/python -m vllm_mooncake_ascend.testing.simulate --seeds $(SEEDS)
+	@$(BIN)/python -m vllm_mooncake_ascend.testing.simulator --seeds $(SEEDS) --jobs 2
 
 contract: setup ## the contract suite on the in-memory engine and on real Mooncake
 	@$(PYTEST) tests/contract

@@ -68,7 +68,7 @@ BATCHES: tuple[tuple[DemoPrompt, ...], ...] = (
             name="haiku",
             chat=False,
             stream=False,
-            text="The lighthouse keeper wrote a short poem about rain on the sea. It began:",
+            text="The old lighthouse keeper, who had seen very many storms, once wrote a poem. It began:",
         ),
     ),
     (DemoPrompt(name="capital", chat=True, stream=True, text="What is the capital of France, and which river is it on?"),),
