@@ -17,13 +17,8 @@ LATE_WATCH_S = 35.0
 
 
 @pytest.fixture
-def mooncake_world(monkeypatch: pytest.MonkeyPatch) -> Iterator[MooncakeWorld]:
-    """Real Mooncake over TCP with the shortest timeout it takes, so that stopped peers do not cost 10 s each."""
-    for name in ("MC_TCP_ENABLE_CONNECTION_POOL", "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER", "MC_FORCE_TCP"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("MC_TRANSFER_TIMEOUT", "5")
-    monkeypatch.setenv("MC_LOG_LEVEL", "ERROR")  # read when Mooncake is imported
-    pytest.importorskip("mooncake.engine")
+def mooncake_world(mooncake_environment: None) -> Iterator[MooncakeWorld]:
+    """Real Mooncake over TCP."""
     world = MooncakeWorld("tcp", late_watch_s=LATE_WATCH_S)
     yield world
     world.close()
