@@ -12,12 +12,10 @@ from collections.abc import Sequence
 import msgspec
 
 from vllm_mooncake_ascend.errors import ConfigError
-from vllm_mooncake_ascend.layout import overlap
 from vllm_mooncake_ascend.layout.blocks import tokens_per_row
 from vllm_mooncake_ascend.layout.compatibility import meaning
 from vllm_mooncake_ascend.layout.plane import GroupLayout, Plane, RankLayout
 from vllm_mooncake_ascend.layout.ranks import Holding, holders, holdings, narrowed
-from vllm_mooncake_ascend.layout.regions import RegionMap
 from vllm_mooncake_ascend.layout.validity import shown
 
 
@@ -31,37 +29,18 @@ class PlanePair(msgspec.Struct, frozen=True, kw_only=True):
     source: Plane
     """The remote plane, narrowed to the same heads."""
     tokens_per_row: int
-    target_region: int
-    """Which of the local regions holds the target (`RegionMap`)."""
-    source_region: int
-
-
-class _Rank(msgspec.Struct, frozen=True, kw_only=True):
-    layout: RankLayout
-    regions: RegionMap
-
-    @classmethod
-    def of(cls, layout: RankLayout) -> _Rank:
-        return cls(layout=layout, regions=RegionMap.of(layout))
-
-    def region_of(self, plane: Plane) -> int:
-        index = self.regions.find(*overlap.extent(plane))
-        assert index is not None, "layouts are checked before they are paired"
-        return index
 
 
 def pair(local: RankLayout, remotes: Sequence[RankLayout]) -> tuple[PlanePair, ...]:
-    """Cover every head of every local plane with one remote rank's memory. The layouts must be free of flaws.
+    """Cover every head of every local plane with one remote rank's memory.
 
     Raises:
         ConfigError: a plane or head is nowhere to be found, or means something else over there.
     """
     held = holdings(remotes)
-    local_rank = _Rank.of(local)
-    remote_ranks = [_Rank.of(remote) for remote in remotes]
     pairs: list[PlanePair] = []
     for plane in local.planes:
-        pairs.extend(_pairs_of_plane(plane, local_rank, held.get(plane.name, []), remote_ranks))
+        pairs.extend(_pairs_of_plane(plane, local, held.get(plane.name, []), remotes))
     return tuple(pairs)
 
 
@@ -74,12 +53,12 @@ def expected_readers(producers: Sequence[RankLayout], readers: Sequence[RankLayo
     return tuple(counts)
 
 
-def _pairs_of_plane(plane: Plane, local: _Rank, held: list[Holding], remotes: list[_Rank]) -> list[PlanePair]:
+def _pairs_of_plane(plane: Plane, local: RankLayout, held: list[Holding], remotes: Sequence[RankLayout]) -> list[PlanePair]:
     pairs: list[PlanePair] = []
     head = plane.first_head
     end_head = plane.first_head + plane.num_heads
     while head < end_head:
-        chosen = _choose(holders(held, head), end_head, local.layout.tp_rank)
+        chosen = _choose(holders(held, head), end_head, local.tp_rank)
         if chosen is None:
             raise ConfigError(
                 f"cannot plan reads of plane {shown(plane.name)}: no rank of the peer holds its KV head {head};"
@@ -87,23 +66,18 @@ def _pairs_of_plane(plane: Plane, local: _Rank, held: list[Holding], remotes: li
             )
         pair_end_head = min(end_head, chosen.plane.first_head + chosen.plane.num_heads)
         assert pair_end_head > head, "each pair takes at least one head"
-        pairs.append(_pair(plane, (head, pair_end_head), local, chosen, remotes[chosen.rank_index]))
+        group, remote = local.groups[plane.group_index], remotes[chosen.rank_index]
+        _check_same_meaning(plane, group, chosen.plane, remote.groups[chosen.plane.group_index])
+        pairs.append(
+            PlanePair(
+                source_index=chosen.rank_index,
+                target=narrowed(plane, head, pair_end_head - head),
+                source=narrowed(chosen.plane, head, pair_end_head - head),
+                tokens_per_row=tokens_per_row(group, plane),
+            )
+        )
         head = pair_end_head
     return pairs
-
-
-def _pair(plane: Plane, heads: tuple[int, int], local: _Rank, chosen: Holding, remote: _Rank) -> PlanePair:
-    first_head, end_head = heads
-    group = local.layout.groups[plane.group_index]
-    _check_same_meaning(plane, group, chosen.plane, remote.layout.groups[chosen.plane.group_index])
-    return PlanePair(
-        source_index=chosen.rank_index,
-        target=narrowed(plane, first_head, end_head - first_head),
-        source=narrowed(chosen.plane, first_head, end_head - first_head),
-        tokens_per_row=tokens_per_row(group, plane),
-        target_region=local.region_of(plane),
-        source_region=remote.region_of(chosen.plane),
-    )
 
 
 def _choose(candidates: list[Holding], end_head: int, local_tp_rank: int) -> Holding | None:
@@ -117,10 +91,12 @@ def _choose(candidates: list[Holding], end_head: int, local_tp_rank: int) -> Hol
 
 def _check_same_meaning(plane: Plane, group: GroupLayout, remote_plane: Plane, remote_group: GroupLayout) -> None:
     """Bytes may move between the two only if a row of a head is the same thing on both sides."""
-    here = meaning(plane, group)
-    there = meaning(remote_plane, remote_group)
-    if here != there:
+    here = dict(meaning(plane, group))
+    there = dict(meaning(remote_plane, remote_group))
+    unlike = [what for what in {**here, **there} if here.get(what) != there.get(what)]
+    if unlike:
+        reasons = ", ".join(f"{what} {here.get(what, 'none')} here, {there.get(what, 'none')} there" for what in unlike)
         raise ConfigError(
-            f"cannot plan reads of plane {shown(plane.name)}: {dict(here)} here, {dict(there)} there;"
+            f"cannot plan reads of plane {shown(plane.name)}: {reasons};"
             " start both engines with the same model and cache settings"
         )

@@ -72,7 +72,7 @@ def find_parts(pairs: Iterable[PlanePair]) -> tuple[Part, ...] | None:
     """The runs that hold everything the pairs of one peer rank read of a block; None where blocks lie in each other, so that
     no run of a block could be copied without its neighbours'."""
     parts: list[Part] = []
-    for pair in sorted(pairs, key=lambda pair: (pair.source.block_stride_bytes, pair.source_region, pair.source.base_address)):
+    for pair in sorted(pairs, key=lambda pair: (pair.source.block_stride_bytes, pair.source.base_address)):
         part = Part(
             address=pair.source.base_address,
             length_bytes=block_length_bytes(pair.source),
@@ -131,8 +131,7 @@ def _union(before: Part, after: Part) -> Part | None:
     end_address = max(before.end_address, after.end_address)
     length_bytes = end_address - before.address
     is_alike = before.block_stride_bytes == after.block_stride_bytes
-    is_same_region = before.pairs[0].source_region == after.pairs[0].source_region
-    if not (is_alike and is_same_region and after.address <= before.end_address and length_bytes <= after.block_stride_bytes):
+    if not (is_alike and after.address <= before.end_address and length_bytes <= after.block_stride_bytes):
         return None
     return msgspec.structs.replace(before, length_bytes=length_bytes, pairs=before.pairs + after.pairs)
 

@@ -134,6 +134,8 @@ def find_pieces(geometry: GroupGeometry, wanted: ReadRange) -> list[Pieces]:
     if geometry.local.has_recurrent_state:
         return [Pieces(0, _newest(local, wanted.end_token), _newest(remote, wanted.end_token))]
     first_token = _first_token(local, remote, wanted)
+    if first_token >= wanted.end_token:
+        return []
     piece_tokens = geometry.piece_tokens
     tokens = np.arange(first_token // piece_tokens * piece_tokens, wanted.end_token, piece_tokens, dtype=np.int64)
     pieces = Pieces(0, _places(local, tokens, piece_tokens), _places(remote, tokens, piece_tokens))

@@ -3,9 +3,8 @@
 For each plane pair, row and head one run of bytes goes from the remote to the local plane. Runs of planes with the same
 strides share one `Runs` value and are merged wherever both ends meet: heads of a token, tokens of a head, values behind
 their keys, whole blocks where both layouts are equal. Addresses are those of the first piece of block 0; since all runs of
-a value move in step, runs that meet there meet in every block.
-
-Runs from different regions never merge, even where regions happen to touch: an engine call must stay inside one.
+a value move in step, runs that meet there meet in every block. Merged runs stay inside one region: planes that meet in
+every block interleave, so one region holds both (`cover.region_faults` proves it).
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from collections.abc import Iterable
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from vllm_mooncake_ascend.errors import LocalProtocolError
 from vllm_mooncake_ascend.layout.plane import Plane
@@ -84,15 +82,13 @@ def _strides(pair: PlanePair, geometry: GroupGeometry) -> Strides:
 
 
 def _runs(strides: Strides, pairs: list[PlanePair], geometry: GroupGeometry, first_token: int) -> Runs:
-    local, remote, lengths, barriers = [], [], [], []
+    local, remote, lengths = [], [], []
     for pair in pairs:
         first_row, end_row = rows_of_piece(pair, geometry, first_token)
         local.append(_row_addresses(pair.target, first_row, end_row))
         remote.append(_row_addresses(pair.source, first_row, end_row))
-        num_rows_heads = len(local[-1])
-        lengths.append(np.full(num_rows_heads, pair.target.bytes_per_token_head, dtype=np.int64))
-        barriers.append(np.full((num_rows_heads, 2), (pair.target_region, pair.source_region), dtype=np.int64))
-    return _merged(strides, np.concatenate(local), np.concatenate(remote), np.concatenate(lengths), np.concatenate(barriers))
+        lengths.append(np.full(len(local[-1]), pair.target.bytes_per_token_head, dtype=np.int64))
+    return _merged(strides, np.concatenate(local), np.concatenate(remote), np.concatenate(lengths))
 
 
 def _row_addresses(plane: Plane, first_row: int, end_row: int) -> Addresses:
@@ -103,14 +99,10 @@ def _row_addresses(plane: Plane, first_row: int, end_row: int) -> Addresses:
     return addresses
 
 
-def _merged(strides: Strides, local: Addresses, remote: Addresses, lengths: Addresses, barriers: npt.NDArray[np.int64]) -> Runs:
-    """Join runs that follow each other on both sides inside one region."""
+def _merged(strides: Strides, local: Addresses, remote: Addresses, lengths: Addresses) -> Runs:
+    """Join runs that follow each other on both sides."""
     order = np.argsort(local, kind="stable")
-    local, remote, lengths, barriers = local[order], remote[order], lengths[order], barriers[order]
-    meets = (
-        (local[:-1] + lengths[:-1] == local[1:])
-        & (remote[:-1] + lengths[:-1] == remote[1:])
-        & (barriers[:-1] == barriers[1:]).all(axis=1)
-    )
+    local, remote, lengths = local[order], remote[order], lengths[order]
+    meets = (local[:-1] + lengths[:-1] == local[1:]) & (remote[:-1] + lengths[:-1] == remote[1:])
     starts = np.flatnonzero(np.concatenate(([True], ~meets)))
     return Runs(strides, local[starts], remote[starts], np.add.reduceat(lengths, starts))
