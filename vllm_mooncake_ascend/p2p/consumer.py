@@ -82,7 +82,7 @@ class Consumer:
                     self._lose(peer, counters.PEER_DISCONNECTED, now)
             case events.TimerFired():
                 pass
-        for key in self._timers.take_due(now):
+        while (key := self._timers.take_due(now)) is not None:
             self._lapse(key, now)
         done = self._actions.copy()
         self._actions.clear()
@@ -216,7 +216,7 @@ class Consumer:
         if peer is None:
             self._count(counters.MESSAGES_IGNORED, counters.STALE_INCARNATION)
             return
-        self._peers.heard(peer, now)
+        self._peers.heard(peer)
         match message:
             case messages.Goodbye():
                 text = f"prefill engine left: address={address} reason={message.reason}"
@@ -313,7 +313,7 @@ class Consumer:
         found = self._peers.get((address, message.incarnation))
         if found is None:
             return
-        self._peers.heard(found, now)
+        self._peers.heard(found)
         if not self._peers.learn(found, message.ranks, self._why_incompatible(message)):
             return
         if found.state is PeerState.REFUSED:

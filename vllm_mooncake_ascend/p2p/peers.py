@@ -185,12 +185,9 @@ class Peers:
 
     # --- what we hear -------------------------------------------------------------------------------------------------
 
-    def heard(self, peer: Peer, now: float) -> None:
-        """It lives: whatever is still unanswered counts as asked now."""
+    def heard(self, peer: Peer) -> None:
+        """It lives. What is still unanswered is sent again soon, and silence counts from then."""
         self._hush(peer)
-        if peer.unanswered:
-            peer.silent_since_s = now
-        self._arm(peer)
 
     def learn(self, peer: Peer, ranks: tuple[RankLayout, ...], differences: tuple[str, ...]) -> bool:
         """Its layout has come; True when that is news."""
@@ -318,6 +315,7 @@ class Peers:
                 self.subscribe(peer, ids, now)
 
     def _is_silent(self, peer: Peer, now: float) -> bool:
+        """Asked before each repetition, so that the last message had a moment to be answered, too."""
         return (
             peer.silent_since_s is not None
             and now >= peer.silent_since_s + limits.PEER_ANSWER_S
@@ -349,8 +347,6 @@ class Peers:
         first = next(iter(peer.unanswered.values()), None)
         if first is not None:
             times_s.append(first.next_send_s)
-        if peer.silent_since_s is not None and peer.num_unheard >= limits.SENDS_BEFORE_LOST:
-            times_s.append(peer.silent_since_s + limits.PEER_ANSWER_S)
         if times_s:
             self._timers.set(peer.key, min(times_s))
         else:

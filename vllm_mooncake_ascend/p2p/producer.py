@@ -229,8 +229,10 @@ class Producer:
     def _why_not(self, transfer: Transfer, key: ReaderKey, now: float) -> str:
         """Why this reader cannot subscribe, "" when it can."""
         reader = transfer.readers.get(key)
-        if transfer.state is TransferState.ENDED or transfer.state is TransferState.DRAINING:
+        if transfer.state is TransferState.ENDED:
             return counters.GONE
+        if transfer.state is TransferState.DRAINING:
+            return counters.REVOKED
         if reader is not None:
             return counters.READER_DONE if reader.is_done else ""
         if transfer.state is TransferState.LEASED and not self._can_promise(transfer, now):
@@ -302,7 +304,7 @@ class Producer:
 
     def _lapse(self, now: float) -> None:
         """End everything whose time is over."""
-        for transfer in self._table.take_due(now):
+        while (transfer := self._table.take_due(now)) is not None:
             if transfer.state is TransferState.AWAITED:
                 self._lapse_awaited(transfer, now)
             elif transfer.state is TransferState.LEASED:

@@ -125,7 +125,7 @@ class Reader:
                 self._cancelled(event.request_id, now)
             case events.TimerFired():
                 pass
-        for request_id in self._timers.take_due(now):
+        while (request_id := self._timers.take_due(now)) is not None:
             self._stop(self._reads[request_id], ReadInput.LATE, "it took longer than read_wait_s", now)
         self._next_call(now)
         done, self._actions = self._actions, []

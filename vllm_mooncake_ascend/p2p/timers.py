@@ -44,13 +44,14 @@ class Timers(Generic[Key]):
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
 
-    def take_due(self, now: float) -> list[Key]:
-        """The keys whose time has come, earliest first; their alarms are off."""
-        due = []
+    def take_due(self, now: float) -> Key | None:
+        """The key whose time came first, None when none has come; its alarm is off.
+
+        One at a time, because what is done for one key may end another.
+        """
         next_s = self.next_s()
-        while next_s is not None and next_s <= now:
-            key = heapq.heappop(self._heap)[2]
-            del self._at_s[key]
-            due.append(key)
-            next_s = self.next_s()
-        return due
+        if next_s is None or next_s > now:
+            return None
+        key = heapq.heappop(self._heap)[2]
+        del self._at_s[key]
+        return key

@@ -76,11 +76,12 @@ class TransferTable:
         else:
             self._timers.set(transfer.transfer_id, deadline_s)
 
-    def take_due(self, now: float) -> list[Transfer]:
-        """Transfers whose time is over; those ended long ago are forgotten by the way."""
+    def take_due(self, now: float) -> Transfer | None:
+        """A transfer whose time is over, None when there is none; those ended long ago are forgotten by the way."""
         while self._ended and next(iter(self._ended.values())) <= now:
             self._forget_oldest(now)
-        return [self._transfers[transfer_id] for transfer_id in self._timers.take_due(now)]
+        transfer_id = self._timers.take_due(now)
+        return None if transfer_id is None else self._transfers[transfer_id]
 
     def next_timer(self) -> float | None:
         """When `take_due` has something to do, None: never."""
