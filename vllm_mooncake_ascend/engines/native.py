@@ -5,7 +5,7 @@ What Mooncake leaves to its caller and this class settles (0.3.13.post1):
   passes after `destroy`;
 - there is no close: the object is destroyed when its last Python reference goes. `destroy` drops ours and looks whether
   it was the last;
-- destruction joins a thread that wakes once a second, and holds the GIL: 0.5-1.0 s in which no Python thread runs;
+- destruction joins a thread that wakes once a second, with the GIL held: `listener` makes that thread wake more often;
 - lists of unequal length are read out of bounds: they are built here from arrays of one length.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from vllm_mooncake_ascend.engines import codes
+from vllm_mooncake_ascend.engines import codes, listener
 from vllm_mooncake_ascend.errors import EngineError
 from vllm_mooncake_ascend.layout.plane import Region
 from vllm_mooncake_ascend.planner.batch import CopyBatch
@@ -54,7 +54,9 @@ class NativeEngine:
         self._engine: Any = engine
         self._last_seen = weakref.ref(engine)
         self._memory_location = settings.memory_location
-        self._session = _session(settings.host, engine.get_rpc_port())
+        port = engine.get_rpc_port()
+        listener.wake_often(port)
+        self._session = _session(settings.host, port)
 
     @property
     def session(self) -> Session:
