@@ -43,8 +43,8 @@ class Inbox(Generic[Value]):
             self._filled.clear()
             return values
 
-    def wait(self, timeout_s: float) -> bool:
-        """Whether `drain` would return something: now, or within `timeout_s`."""
+    def wait(self, timeout_s: float | None) -> bool:
+        """Whether `drain` would return something: now, or within `timeout_s` (None: however long it takes)."""
         return self._filled.wait(timeout_s)
 
     @property
