@@ -32,7 +32,7 @@ MAX_AWAITED_TRANSFERS = 8_192
 """Transfers somebody asked for, or released, that no prefill has announced."""
 MAX_AWAITED_PER_READER = 1_024
 """Of these, as many may be of one reader engine, so that none can use up the room of all."""
-MAX_PINNED_RATIO = 0.5
+MAX_PINNED_RATIO = 0.9
 """Share of an engine's KV blocks that leases may hold; above it the oldest unread leases are revoked."""
 
 # --- The decode side ----------------------------------------------------------------------------------------------------
@@ -123,13 +123,16 @@ MAX_BODY_BYTES = 64 << 20
 MAX_EVENT_BYTES = 16 << 20
 """One server-sent event of an answer; a final chunk with log probabilities is the largest seen."""
 MAX_CLIENT_REQUESTS = 8_192
-"""Requests one proxy serves at once; more are refused with 503. Each holds a socket on either side."""
+"""Requests one proxy serves at once; more are refused with 503. Each holds up to three sockets, so a system may allow fewer."""
 MAX_RELEASES = 65_536
 """Releases under way at once; beyond it the send lease's own time frees the blocks."""
 LEG_ATTEMPTS = 2
 """Instances asked for one leg of a client's request: the first and, before any byte went to the client, one more."""
-UPSTREAM_CONNECT_S = 5.0
-"""Longest wait for a connection to an instance; on one network it takes milliseconds, or never comes."""
+UPSTREAM_CONNECT_S = 10.0
+"""Longest wait for a connection to an instance. On one network it takes milliseconds, or never comes; but a proxy that
+thousands of clients hit at once may need seconds to see that it is there."""
+CONNECTS_AT_ONCE = 128
+"""Connections to one instance that may be in the making; more would only be noticed later."""
 UPSTREAM_SILENCE_S = 600.0
 """Default for how long an instance may send nothing: queueing and a long prefill on CPU are minutes, not more."""
 CLIENT_BODY_S = 60.0

@@ -105,10 +105,9 @@ async def test_metrics_are_text_for_prometheus(bench: Any) -> None:
         assert 'mooncake_ascend_proxy_requests_total{endpoint="/v1/completions",pd_mode="remote",status="200"} 1.0' in text
 
 
-async def test_requests_over_the_limit_are_refused(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_over_the_limit_are_refused(bench: Any) -> None:
     """Goal: overload is told, not queued. Method: the bound set to one, one request held, a second sent."""
-    monkeypatch.setattr(limits, "MAX_CLIENT_REQUESTS", 1)
-    async with bench() as rig:
+    async with bench(max_requests=1) as rig:
         gate = asyncio.Event()
         rig.decode.scripts.append(Script(head_gate=gate))
         first = asyncio.create_task(rig.post())

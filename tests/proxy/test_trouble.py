@@ -213,6 +213,17 @@ async def test_a_pooled_connection_closed_by_the_server_is_replaced(bench: Any) 
         assert 0 == rig.value("retries_total", leg="prefill", reason="reset")
 
 
+async def test_a_reset_on_a_reused_connection_is_no_failure_of_the_instance(bench: Any) -> None:
+    """Goal: the keep-alive race is survived. Method: a pooled connection breaks as it is written on; the one decode serves."""
+    async with bench() as rig:
+        await rig.post()
+        rig.decode.scripts.append(Script(cut_after_events=0))
+        status, _ = await rig.post()
+
+        assert (200, 3) == (status, len(rig.decode.generations))
+        assert 0 == rig.value("retries_total", leg="decode", reason="reset")
+
+
 async def test_a_failed_release_is_counted_and_harms_nobody(bench: Any) -> None:
     """Goal: a dead producer does not delay the client. Method: the sender fails; the answer is the same."""
     async with bench() as rig:

@@ -122,7 +122,7 @@ class ProxyServer:
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         """Count every request that is not about the proxy itself, and bound how many run."""
-        if self._is_draining or len(self._running) >= limits.MAX_CLIENT_REQUESTS:
+        if self._is_draining or len(self._running) >= self._settings.max_requests:
             what = "is shutting down" if self._is_draining else f"serves {len(self._running)} requests, its limit"
             refusal = _error(503, "overloaded", f"this proxy {what}; try again", {"Retry-After": "1"})
             refusal.force_close()

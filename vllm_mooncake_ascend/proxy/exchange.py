@@ -45,8 +45,9 @@ OnPrefillUnavailable = Literal["fail", "local"]
 PdMode = Literal["remote", "local", "local_fallback", "none"]
 """Where the prompt was computed: by prefill; by decode because the request is of that kind; by decode because prefill
 failed; nowhere (never got to decode, or a call that has no prompt)."""
-LossReason = Literal["unreachable", "silent", "reset", "malformed"]
-FailureReason = Literal["unreachable", "silent", "reset", "malformed", "status", "no_params", "no_instance"]
+LossReason = Literal["unreachable", "silent", "reset", "malformed", "exhausted"]
+"""`exhausted` is our own lack of files, ports or memory; the others are the instance's. `upstream` has the table."""
+FailureReason = Literal[LossReason, "status", "no_params", "no_instance"]
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -162,7 +163,7 @@ class _Failure(msgspec.Struct, frozen=True, kw_only=True):
     text: str
 
 
-_STATUS_OF_FAILURE: dict[FailureReason, int] = {"unreachable": 503, "no_instance": 503, "silent": 504}
+_STATUS_OF_FAILURE: dict[FailureReason, int] = {"unreachable": 503, "exhausted": 503, "no_instance": 503, "silent": 504}
 """What the client is told; 502 for the rest."""
 
 

@@ -161,7 +161,10 @@ def _set(answered: asyncio.Future[None], error: PeerLost | None) -> None:
 
 def _connected(context: zmq.asyncio.Context, address: PeerAddress, keys: CurveKeys | None) -> zmq.asyncio.Socket:
     host, _ = wire_params.split_address(address)
-    socket = context.socket(zmq.DEALER)
+    try:
+        socket = context.socket(zmq.DEALER)
+    except zmq.ZMQError as error:  # no more files, or sockets of this context
+        raise PeerLost(f"no socket can be had to speak to the prefill engine at {address}: {error}") from error
     socket.linger = 0
     socket.maxmsgsize = limits.MAX_MESSAGE_BYTES
     socket.ipv6 = not host.replace(".", "").isdigit()

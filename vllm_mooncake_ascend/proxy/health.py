@@ -10,7 +10,7 @@ import asyncio
 from vllm_mooncake_ascend import limits
 from vllm_mooncake_ascend.proxy.backend import Backend
 from vllm_mooncake_ascend.proxy.exchange import Leg
-from vllm_mooncake_ascend.proxy.routing import Finding
+from vllm_mooncake_ascend.proxy.routing import Finding, finding_of_loss
 from vllm_mooncake_ascend.proxy.upstream import Question, UpstreamLost
 
 Ready = dict[Leg, int]
@@ -61,13 +61,13 @@ class Health:
             backend.metrics.instance_usable(role, url, usable=routing.is_usable(url, now_s))
         return ready
 
-    async def _probe(self, url: str) -> Finding:
+    async def _probe(self, url: str) -> Finding | None:
         question = Question(instance=url, method="GET", path="/health", headers=[], body=None)
         try:
             answer = await asyncio.wait_for(self._backend.upstream.ask(question), limits.PROBE_ANSWER_S)
         except asyncio.TimeoutError:
             return Finding.SUSPECT
         except UpstreamLost as lost:
-            return Finding.SUSPECT if lost.reason == "silent" else Finding.BROKEN
+            return finding_of_loss(lost.reason)
         answer.close()
         return Finding.SOUND if answer.status == 200 else Finding.BROKEN

@@ -18,7 +18,7 @@ from vllm_mooncake_ascend.proxy import exchange, headers, replies, rewrite, sse,
 from vllm_mooncake_ascend.proxy.backend import Backend
 from vllm_mooncake_ascend.proxy.exchange import Exchange, Leg, Plan
 from vllm_mooncake_ascend.proxy.rewrite import Endpoint, JsonObject
-from vllm_mooncake_ascend.proxy.routing import Finding, finding_of_status
+from vllm_mooncake_ascend.proxy.routing import finding_of_loss, finding_of_status
 from vllm_mooncake_ascend.proxy.upstream import Answer, Question, StreamAnswer, UpstreamLost
 
 _JSON = "application/json"
@@ -145,7 +145,7 @@ class Relay:
             self._answer = await self._backend.upstream.ask(question)
         except UpstreamLost as lost:
             now_s = self._backend.clock()
-            routing.after_request(instance, Finding.BROKEN, now_s)
+            routing.after_request(instance, finding_of_loss(lost.reason), now_s)
             self._backend.metrics.leg_ended(leg, lost.reason, now_s - began_s)
             return exchange.LegLost(instance=instance, reason=lost.reason, detail=str(lost))
         now_s = self._backend.clock()
@@ -190,7 +190,7 @@ class Relay:
                 events = await answer.more()
             except UpstreamLost as lost:
                 routing = self._backend.routings["decode"]
-                routing.after_request(self._instance, Finding.BROKEN, self._backend.clock())
+                routing.after_request(self._instance, finding_of_loss(lost.reason), self._backend.clock())
                 self._backend.metrics.stream_broke()
                 return exchange.StreamBroke(instance=self._instance, detail=str(lost))
         with self._patience():

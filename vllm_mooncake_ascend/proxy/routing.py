@@ -1,8 +1,9 @@
 """Which instance gets the next request: round robin over those not known to be broken.
 
     seen of an instance                                          taken as
-    connection refused, reset, silent, answer broken off         broken: no request for limits.COOL_DOWN_S
-    500 or above                                                 suspect: the third in a row makes it broken
+    connection refused or reset, answer broken off               broken: no request for limits.COOL_DOWN_S
+    500 or above, silence, an answer that is none                suspect: from the third in a row on it is broken
+    nothing, because this proxy is exhausted                     nothing
     any other answer                                             sound: the row of suspect answers ends
     probe refused, or answered with an error                     broken
     probe unanswered                                             suspect, counted apart from requests
@@ -18,6 +19,7 @@ import enum
 from collections.abc import Collection
 
 from vllm_mooncake_ascend import limits
+from vllm_mooncake_ascend.proxy.exchange import LossReason
 
 
 class Finding(enum.Enum):
@@ -31,6 +33,23 @@ class Finding(enum.Enum):
 def finding_of_status(status: int) -> Finding:
     """What an answered request shows."""
     return Finding.SUSPECT if status >= 500 else Finding.SOUND
+
+
+_FINDINGS: dict[LossReason, Finding | None] = {
+    "unreachable": Finding.BROKEN,
+    "reset": Finding.BROKEN,
+    "silent": Finding.SUSPECT,
+    "malformed": Finding.SUSPECT,
+    "exhausted": None,
+}
+
+
+def finding_of_loss(reason: LossReason) -> Finding | None:
+    """What a request without an answer shows; None: nothing about the instance.
+
+    Silence is only suspect: a proxy under a burst may be too slow itself to see what has come.
+    """
+    return _FINDINGS[reason]
 
 
 class _Instance:
@@ -70,18 +89,19 @@ class Routing:
         """Whether requests go to the instance now."""
         return now_s >= self._instances[url].broken_until_s
 
-    def after_request(self, url: str, finding: Finding, now_s: float) -> None:
+    def after_request(self, url: str, finding: Finding | None, now_s: float) -> None:
         """Learn from a request to the instance."""
         self._learn("request", url, finding, now_s)
 
-    def after_probe(self, url: str, finding: Finding, now_s: float) -> None:
+    def after_probe(self, url: str, finding: Finding | None, now_s: float) -> None:
         """Learn from a probe of the instance."""
         self._learn("probe", url, finding, now_s)
 
-    def _learn(self, source: str, url: str, finding: Finding, now_s: float) -> None:
+    def _learn(self, source: str, url: str, finding: Finding | None, now_s: float) -> None:
+        if finding is None:
+            return
         instance = self._instances[url]
         row = instance.suspect_in_a_row[source] + 1 if finding is Finding.SUSPECT else 0
         if finding is Finding.BROKEN or row >= limits.FAILURES_TO_COOL_DOWN:
             instance.broken_until_s = now_s + limits.COOL_DOWN_S
-            row = 0
         instance.suspect_in_a_row[source] = row

@@ -8,6 +8,8 @@ import resource
 import signal
 from collections.abc import Callable
 
+import msgspec
+
 from vllm_mooncake_ascend import limits
 from vllm_mooncake_ascend.proxy.app import ProxyServer
 from vllm_mooncake_ascend.proxy.farewell import Farewells
@@ -15,7 +17,9 @@ from vllm_mooncake_ascend.proxy.settings import ProxySettings, checked
 
 logger = logging.getLogger(__name__)
 
-_FILES_PER_REQUEST = 2
+_FILES_PER_REQUEST = 3
+"""The client's connection, decode's, and prefill's, which stays in the pool for a while."""
+_FILES_RESERVED = 128
 
 
 def run_proxy(settings: ProxySettings, *, on_ready: Callable[[str], None]) -> None:
@@ -29,7 +33,7 @@ def run_proxy(settings: ProxySettings, *, on_ready: Callable[[str], None]) -> No
         ConfigError: a setting is wrong, or the port cannot be had.
     """
     settings = checked(settings)
-    _raise_file_limit()
+    settings = msgspec.structs.replace(settings, max_requests=min(settings.max_requests, _max_requests()))
     asyncio.run(_serve(settings, on_ready))
 
 
@@ -46,15 +50,13 @@ async def _serve(settings: ProxySettings, on_ready: Callable[[str], None]) -> No
     await server.stop()
 
 
-def _raise_file_limit() -> None:
-    """Use all the open files the system allows: a request needs a socket on either side."""
+def _max_requests() -> int:
+    """How many requests at once the system allows, after its limit of open files is raised as far as it goes."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    wanted = _FILES_PER_REQUEST * limits.MAX_CLIENT_REQUESTS
-    if hard != resource.RLIM_INFINITY and hard < wanted:
-        logger.warning(
-            "open files are limited to %d, %d requests at once need %d; raise the limit (ulimit -Hn) for such a load",
-            hard,
-            limits.MAX_CLIENT_REQUESTS,
-            wanted,
-        )
+    if hard == resource.RLIM_INFINITY:
+        return limits.MAX_CLIENT_REQUESTS
+    allowed = max(1, (hard - _FILES_RESERVED) // _FILES_PER_REQUEST)
+    if allowed < limits.MAX_CLIENT_REQUESTS:
+        logger.warning("%d open files are allowed (ulimit -Hn): at most %d requests are served at once", hard, allowed)
+    return min(allowed, limits.MAX_CLIENT_REQUESTS)

@@ -22,6 +22,7 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
     on_prefill_unavailable: OnPrefillUnavailable = "fail"
     silence_s: float = limits.UPSTREAM_SILENCE_S
     drain_s: float = limits.DRAIN_S
+    max_requests: int = limits.MAX_CLIENT_REQUESTS
     cluster_secret: bytes | None = None
     """The secret of the engines, for the releases this proxy sends to prefill."""
 

@@ -2,10 +2,11 @@
 
     foreign failure                                         reason
     ------------------------------------------------------  -----------
-    no connection: refused, unknown host, TLS, too slow     unreachable
-    nothing came for `silence_s`                            silent
+    no connection: refused, unknown host, TLS               unreachable
+    nothing came for `silence_s`, no connection in time     silent
     the connection broke                                    reset
     something came that is no HTTP, no event, too large     malformed
+    this process may open no more files or ports            exhausted
 
 Connections are pooled, but dropped before uvicorn closes them. The race that remains (the server closes a pooled
 connection while we write on it) shows as a reset before any answer on a connection used before; then the leg is sent once
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import io
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -26,6 +28,7 @@ from types import SimpleNamespace
 import aiohttp
 import msgspec
 import yarl
+from aiohttp.tracing import Trace
 
 from vllm_mooncake_ascend import limits
 from vllm_mooncake_ascend.errors import PeerLost, RemoteProtocolError
@@ -110,12 +113,32 @@ class _Connection:
         self.has_answered = False
 
 
+class _PacedConnector(aiohttp.TCPConnector):
+    """Opens a bounded number of connections to one instance at a time; the others wait, and their clocks with them.
+
+    A burst of thousands of clients would else keep this process so busy that connections are opened in time but seen too
+    late, and a healthy instance would be taken for a silent one.
+    """
+
+    def __init__(self, *, keepalive_s: float) -> None:
+        super().__init__(limit=0, keepalive_timeout=keepalive_s)
+        self._turns: dict[str, asyncio.Semaphore] = {}
+
+    async def connect(
+        self, req: aiohttp.ClientRequest, traces: list[Trace], timeout: aiohttp.ClientTimeout
+    ) -> aiohttp.connector.Connection:
+        """A pooled connection or a new one."""
+        turns = self._turns.setdefault(req.url.raw_authority, asyncio.Semaphore(limits.CONNECTS_AT_ONCE))
+        async with turns:
+            return await super().connect(req, traces, timeout)
+
+
 class Upstream:
     """Asks instances. Belongs to one event loop."""
 
     def __init__(self, silence_s: float) -> None:
         self._timeout = aiohttp.ClientTimeout(total=None, connect=limits.UPSTREAM_CONNECT_S, sock_read=silence_s)
-        self._pooled = self._session(aiohttp.TCPConnector(limit=0, keepalive_timeout=limits.UPSTREAM_KEEPALIVE_S))
+        self._pooled = self._session(_PacedConnector(keepalive_s=limits.UPSTREAM_KEEPALIVE_S))
         self._fresh = self._session(aiohttp.TCPConnector(limit=0, force_close=True))
 
     async def ask(self, question: Question) -> Answer:
@@ -211,7 +234,6 @@ async def _begin_stream(response: aiohttp.ClientResponse) -> Answer:
 
 _REASONS: tuple[tuple[type[Exception], LossReason], ...] = (
     (aiohttp.ClientConnectorError, "unreachable"),
-    (aiohttp.ConnectionTimeoutError, "unreachable"),
     (asyncio.TimeoutError, "silent"),
     (aiohttp.ServerDisconnectedError, "reset"),
     (aiohttp.ClientOSError, "reset"),
@@ -222,6 +244,8 @@ _REASONS: tuple[tuple[type[Exception], LossReason], ...] = (
 )
 """First match holds. Source: class tree of aiohttp/client_exceptions.py (3.11 to 3.14)."""
 
+_EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM})
+
 
 @contextlib.contextmanager
 def _translated() -> Iterator[None]:
@@ -230,4 +254,6 @@ def _translated() -> Iterator[None]:
         yield
     except tuple(kind for kind, _ in _REASONS) as error:
         reason = next(reason for kind, reason in _REASONS if isinstance(error, kind))
+        if isinstance(error, OSError) and error.errno in _EXHAUSTED:
+            reason = "exhausted"
         raise UpstreamLost(reason, str(error) or type(error).__name__) from error
