@@ -40,7 +40,7 @@ def test_no_setting_gives_the_defaults() -> None:
         secret=None,
         lease_ttl_s=30.0,
         lease_max_s=300.0,
-        max_pinned_ratio=0.5,
+        max_pinned_ratio=0.9,
         offer_wait_s=120.0,
         read_wait_s=60.0,
         min_remote_tokens=1,

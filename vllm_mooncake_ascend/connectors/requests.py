@@ -22,7 +22,12 @@ def wish(request: Any, *, secret: bytes | None, now_s: float) -> params.RemoteDe
     Raises:
         RemoteProtocolError: the request's kv_transfer_params, or the request itself, cannot be served remotely.
     """
-    meaning = params.parse(request.kv_transfer_params, secret=secret, now_s=now_s)
+    given = request.kv_transfer_params
+    if given is not None and not isinstance(given, dict):
+        # vLLM itself reads the attribute as a dict after us (Scheduler.add_request) and would end the engine; a client
+        # gets past its API's check with vllm_xargs.
+        request.kv_transfer_params = None
+    meaning = params.parse(given, secret=secret, now_s=now_s)
     if meaning is not None and request.prompt_token_ids is None:
         raise RemoteProtocolError(f"request {request.request_id}: a prompt given as embeddings cannot be transferred")
     return meaning

@@ -151,9 +151,8 @@ class SchedulerSide:
                 self._shell.feed_producer(events.PrefillPreempted(request_id=RequestId(request_id)))
         runs_something = scheduler_output.total_num_scheduled_tokens > 0
         pending = self._take_for_workers()
-        if not pending and not runs_something and self._may_sleep and not any(self._steps_in_flight):
-            if self._shell.waits_for_peers():
-                self._shell.wait(self._config.empty_step_wait_s)
+        if not pending and not runs_something and self._wanted and self._may_sleep and not any(self._steps_in_flight):
+            self._shell.wait(self._config.empty_step_wait_s)
             pending = self._take_for_workers()
         self._steps_in_flight.append(runs_something)
         return _worker_step(pending) if pending else EMPTY_STEP
