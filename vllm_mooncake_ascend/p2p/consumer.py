@@ -255,7 +255,7 @@ class Consumer:
 
     def _take_offer(self, fetch: Fetch, what: FetchInput, peer: Peer, now: float) -> None:
         """READY as soon as the offer is final and the layout known."""
-        if fetch.state not in (FetchState.ASKING, FetchState.PENDING) or fetch.offer is None:
+        if fetch.offer is None:
             self._table.move(fetch, what, fetch.state)
         elif fetch.offer.state == "pending" or peer.state is not PeerState.KNOWN:
             self._table.move(fetch, what, FetchState.PENDING, fetch.give_up_at_s)

@@ -116,7 +116,7 @@ FETCH_LAW: Law[FetchState, FetchInput] = Law(
     {
         _S.UNKNOWN: {
             _I.ARRIVED: Cell(
-                "Hello to a new peer, Subscribe; refused where it cannot work", (_S.ASKING, _S.SPENT, _S.DOOMED, _S.UNKNOWN)
+                "Hello to a new peer, Subscribe; refused where it cannot work", (_S.ASKING, _S.SPENT, _S.DOOMED)
             ),
         },
         _S.ASKING: {
@@ -148,7 +148,6 @@ FETCH_LAW: Law[FetchState, FetchInput] = Law(
             _I.LATE: Cell(_WAITS, _FAILED),
         },
         _S.READY: {
-            _I.WELCOMED: Cell("nothing", (_S.READY,)),
             _I.OFFERED_PENDING: Cell("nothing: it is older", (_S.READY,)),
             _I.OFFERED_READY: Cell("nothing: the same", (_S.READY,)),
             _I.GONE: Cell(_WAITS, _FAILED),
@@ -159,7 +158,6 @@ FETCH_LAW: Law[FetchState, FetchInput] = Law(
             _I.ENDED: Cell(_LEAVE, (_S.UNKNOWN,)),
         },
         _S.READING: {
-            _I.WELCOMED: Cell("nothing", (_S.READING,)),
             _I.OFFERED_PENDING: Cell("nothing: it is older", (_S.READING,)),
             _I.OFFERED_READY: Cell("nothing: the same", (_S.READING,)),
             _I.GONE: Cell(_STOP, (_S.STOPPING,)),
@@ -181,7 +179,6 @@ FETCH_LAW: Law[FetchState, FetchInput] = Law(
             _I.LATE: Cell("a rank is overdue: report failed if pins suffice, keep the blocks in any case", (_S.STOPPING,)),
         },
         _S.CONFIRMING: {
-            _I.WELCOMED: Cell("nothing", (_S.CONFIRMING,)),
             _I.OFFERED_PENDING: Cell("nothing: it is older", (_S.CONFIRMING,)),
             _I.OFFERED_READY: Cell("nothing: the same", (_S.CONFIRMING,)),
             _I.GONE: Cell("nothing: the verdict decides", (_S.CONFIRMING,)),
