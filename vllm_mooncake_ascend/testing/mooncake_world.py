@@ -46,7 +46,9 @@ class ProcessPeer:
         return self._serving.base_address
 
     def stop(self) -> None:
+        """Returns when it is stopped with all its threads, which is a moment after the signal."""
         self._process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED)
 
     def resume(self) -> None:
         self._process.send_signal(signal.SIGCONT)
