@@ -42,15 +42,17 @@ class TransferEngine(Protocol):
         """Copy from the peer's registered memory into ours; blocks until the outcome is known.
 
         REFUSED without any byte moved when a target run is not inside a registered region, the batch is larger than
-        `limits.MAX_CALL_DESCRIPTORS` or `limits.MAX_CALL_BYTES`, or the engine is closed.
+        `limits.MAX_CALL_DESCRIPTORS` or `limits.MAX_CALL_BYTES`, or the engine is closed. FAILED when the peer could not
+        be reached at all. UNKNOWN for everything else that went wrong.
         Never raises for what the peer or the network does.
         """
 
     def fence(self) -> bool:
         """After an UNKNOWN read: make sure that nothing of any earlier read can land any more.
 
-        Returns True when that is certain now (off Ascend: the reading engine was destroyed and is made anew at the next
-        read), False where the engine has no such means; then only `limits.QUARANTINE_S` helps.
+        Returns True when that is certain now (over TCP: the reading engine was destroyed and is made anew at the next
+        read; also when no read was UNKNOWN), False where the engine has no such means (Ascend, RDMA) and some read was
+        UNKNOWN; then only `limits.QUARANTINE_S` helps.
         """
 
     def close(self) -> None:

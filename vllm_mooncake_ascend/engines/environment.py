@@ -14,6 +14,9 @@ exists, because Mooncake reads most of these once. A value of the user is never 
 | ASCEND_CONNECT_TIMEOUT               | 3000 (ms)      | default 10 s, tried twice: longer than MC_TRANSFER_TIMEOUT       |
 | ASCEND_TRANSFER_TIMEOUT              | 3000 (ms)      | the same                                                         |
 
+At ERROR Mooncake still prints a line "Local segment descriptor not found" for each engine, which means nothing; the level is
+read when Mooncake is imported.
+
 Not set on purpose: MC_TCP_STATUS_TIMEOUT_SEC and MC_TCP_PROGRESS_TIMEOUT_SEC. Below MC_TRANSFER_TIMEOUT they make a read
 from a stopped peer fail sooner, but they are no fence: with 3 s, 482 of 512 MiB landed after the read had failed.
 """
