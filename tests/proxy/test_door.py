@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import io
 from typing import Any
 
@@ -33,6 +34,43 @@ async def test_a_body_over_the_limit_is_refused(bench: Any) -> None:
             answer = await response.json()
 
         assert (413, 413) == (response.status, answer["error"]["code"])
+
+
+async def test_a_body_that_is_not_what_its_headers_say_is_refused(bench: Any) -> None:
+    """Goal: a broken encoding is the client's fault, told in JSON. Method: text that is announced as gzip."""
+    async with bench() as rig:
+        headers = {"Content-Encoding": "gzip"}
+        async with rig.client.post("/v1/completions", data=b"no gzip at all", headers=headers) as response:
+            answer = await response.json()
+
+        assert (400, 400) == (response.status, answer["error"]["code"])
+
+
+async def test_a_compressed_body_is_bounded_by_what_it_becomes(bench: Any) -> None:
+    """Goal: a small body cannot fill the memory. Method: more zeros than a body may have, compressed."""
+    async with bench() as rig:
+        packed = gzip.compress(bytes(limits.MAX_BODY_BYTES + 1), compresslevel=1)
+        async with rig.client.post("/v1/completions", data=packed, headers={"Content-Encoding": "gzip"}) as response:
+            answer = await response.json()
+
+        assert (413, 413) == (response.status, answer["error"]["code"])
+
+
+async def test_a_client_that_leaves_in_its_own_request_is_counted(bench: Any) -> None:
+    """Goal: half a request leaves nothing. Method: a raw connection that announces more than it sends, and closes."""
+    async with bench() as rig:
+        host, port = rig.proxy.url.removeprefix("http://").split(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        await writer.drain()
+        while not rig.value("requests_in_flight"):
+            await asyncio.sleep(0)
+        writer.close()
+        await writer.wait_closed()
+        while rig.value("requests_in_flight"):
+            await asyncio.sleep(0)
+
+        assert 1 == rig.value("requests_total", endpoint="/v1/completions", status="client_left", pd_mode="none")
 
 
 async def test_an_unknown_path_is_told_what_is_served(bench: Any) -> None:

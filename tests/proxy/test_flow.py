@@ -176,6 +176,16 @@ async def test_cached_tokens_are_those_of_prefill(bench: Any) -> None:
         assert [4, 4] == [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in (whole, last)]
 
 
+async def test_cached_tokens_of_a_failed_prefill_do_not_count(bench: Any) -> None:
+    """Goal: decode's own figure stands when it computed the prompt. Method: prefill tells 4, but gives no params."""
+    useless = b'{"usage":{"prompt_tokens_details":{"cached_tokens":4}}}'
+    async with bench(cached_tokens={"prefill": 4, "decode": 7}, on_prefill_unavailable="local") as rig:
+        rig.prefill.scripts.append(Script(body=useless))
+        _, answer = await rig.post()
+
+        assert 7 == answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
 async def test_a_stream_has_usage_only_when_asked(bench: Any) -> None:
     """Goal: the proxy adds no usage. Method: a stream without include_usage."""
     async with bench(cached_tokens={"prefill": 4, "decode": 7}) as rig:

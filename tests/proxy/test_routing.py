@@ -27,8 +27,8 @@ def test_a_retry_goes_elsewhere() -> None:
 def test_a_broken_instance_is_left_alone_for_its_cool_down() -> None:
     """Goal: out, and back by time alone. Method: one lost request; sound probes do not shorten it."""
     routing = Routing(("a", "b"))
-    routing.after_request("a", Finding.BROKEN, 0.0)
-    routing.after_probe("a", Finding.SOUND, 1.0)
+    routing.learn("a", "request", Finding.BROKEN, 0.0)
+    routing.learn("a", "probe", Finding.SOUND, 1.0)
     just_before_s = limits.COOL_DOWN_S - 0.01
 
     assert [False, True] == [routing.is_usable("a", now_s) for now_s in (just_before_s, limits.COOL_DOWN_S)]
@@ -39,7 +39,7 @@ def test_errors_in_a_row_break_an_instance() -> None:
     routing = Routing(("a", "b"))
     usable = []
     for _ in range(limits.FAILURES_TO_COOL_DOWN):
-        routing.after_request("a", Finding.SUSPECT, 0.0)
+        routing.learn("a", "request", Finding.SUSPECT, 0.0)
         usable.append(routing.is_usable("a", 0.0))
 
     assert [True] * (limits.FAILURES_TO_COOL_DOWN - 1) + [False] == usable
@@ -49,8 +49,8 @@ def test_a_sound_answer_ends_the_row() -> None:
     """Goal: errors far apart do not add up. Method: an answer between them."""
     routing = Routing(("a",))
     for _ in range(limits.FAILURES_TO_COOL_DOWN):
-        routing.after_request("a", Finding.SUSPECT, 0.0)
-        routing.after_request("a", Finding.SOUND, 0.0)
+        routing.learn("a", "request", Finding.SUSPECT, 0.0)
+        routing.learn("a", "request", Finding.SOUND, 0.0)
 
     assert routing.is_usable("a", 0.0)
 
@@ -59,8 +59,8 @@ def test_sound_probes_do_not_end_a_row_of_errors() -> None:
     """Goal: an API server that answers does not hide a failing engine. Method: probes between the errors."""
     routing = Routing(("a",))
     for _ in range(limits.FAILURES_TO_COOL_DOWN):
-        routing.after_request("a", Finding.SUSPECT, 0.0)
-        routing.after_probe("a", Finding.SOUND, 0.0)
+        routing.learn("a", "request", Finding.SUSPECT, 0.0)
+        routing.learn("a", "probe", Finding.SOUND, 0.0)
 
     assert not routing.is_usable("a", 0.0)
 
@@ -68,8 +68,8 @@ def test_sound_probes_do_not_end_a_row_of_errors() -> None:
 def test_a_failing_probe_prolongs_the_cool_down() -> None:
     """Goal: no traffic to what is known to be down. Method: a broken probe in the middle of a cool-down."""
     routing = Routing(("a",))
-    routing.after_request("a", Finding.BROKEN, 0.0)
-    routing.after_probe("a", Finding.BROKEN, limits.PROBE_INTERVAL_S)
+    routing.learn("a", "request", Finding.BROKEN, 0.0)
+    routing.learn("a", "probe", Finding.BROKEN, limits.PROBE_INTERVAL_S)
 
     assert not routing.is_usable("a", limits.COOL_DOWN_S)
 
@@ -78,7 +78,7 @@ def test_with_all_broken_there_is_none() -> None:
     """Goal: the exchange decides what then. Method: break all."""
     routing = Routing(URLS)
     for url in URLS:
-        routing.after_request(url, Finding.BROKEN, 0.0)
+        routing.learn(url, "request", Finding.BROKEN, 0.0)
 
     assert routing.choose((), 0.0) is None
 

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 _GENERATIONS: dict[str, Endpoint] = {"/v1/completions": "completions", "/v1/chat/completions": "chat"}
 _PASSED = {"/v1/models": "GET", "/version": "GET", "/tokenize": "POST", "/detokenize": "POST"}
 _OWN = ("/health", "/ready", "/metrics")
-_SERVED = ", ".join((*_GENERATIONS, *_PASSED, *_OWN))
+SERVED = (*_GENERATIONS, *_PASSED, *_OWN)
 _BACKLOG_CONNECTIONS = 4_096
 _LAST_WORDS_S = 1.0
 
@@ -153,6 +153,10 @@ class ProxyServer:
             return await self._dispatch(request, visit)
         except web.HTTPException as error:
             return _error(error.status, "invalid_request", f"{error.reason}: {request.method} {request.path}")
+        except web.RequestPayloadError as error:
+            refusal = _error(400, "invalid_request", f"the body cannot be read: {error}")
+            refusal.force_close()  # where the next request begins is not known
+            return refusal
         except RemoteProtocolError as error:
             return _error(400, "invalid_request", str(error))
         except (MooncakeAscendError, AssertionError):
@@ -170,7 +174,7 @@ class ProxyServer:
         if path in _GENERATIONS or path in _PASSED or path in _OWN:
             allowed = "POST" if path in _GENERATIONS else _PASSED.get(path, "GET")
             return _error(405, "method_not_allowed", f"{path} is served for {allowed} only", {"Allow": allowed})
-        return _error(404, "not_found", f"this proxy does not serve {path}; it serves {_SERVED}")
+        return _error(404, "not_found", f"this proxy does not serve {path}; it serves {', '.join(SERVED)}")
 
     async def _generate(self, request: web.Request, visit: _Visit) -> web.StreamResponse:
         endpoint = _GENERATIONS[request.path]

@@ -6,15 +6,23 @@ An instance answers `GET /health` with 200 while its engine runs; vLLM answers 5
 from __future__ import annotations
 
 import asyncio
+import logging
 
 from vllm_mooncake_ascend import limits
 from vllm_mooncake_ascend.proxy.backend import Backend
 from vllm_mooncake_ascend.proxy.exchange import Leg
 from vllm_mooncake_ascend.proxy.routing import Finding, finding_of_loss
-from vllm_mooncake_ascend.proxy.upstream import Question, UpstreamLost
+from vllm_mooncake_ascend.proxy.upstream import UpstreamLost
+
+logger = logging.getLogger(__name__)
 
 Ready = dict[Leg, int]
 """Instances of each role that answered the last round of probes well."""
+
+
+def _tell_if_failed(loop: asyncio.Task[None]) -> None:
+    if not loop.cancelled() and loop.exception() is not None:
+        logger.error("instances are no longer probed: a bug of this proxy", exc_info=loop.exception())
 
 
 class Health:
@@ -29,6 +37,7 @@ class Health:
         """Probe every `interval_s` from now on."""
         assert self._loop is None, "started once"
         self._loop = asyncio.create_task(self._probe_for_ever(interval_s))
+        self._loop.add_done_callback(_tell_if_failed)
 
     async def close(self) -> None:
         """End the probes."""
@@ -53,21 +62,16 @@ class Health:
         places = [(role, url) for role, routing in backend.routings.items() for url in routing.urls]
         findings = await asyncio.gather(*(self._probe(url) for _, url in places))
         ready: Ready = dict.fromkeys(backend.routings, 0)
-        now_s = backend.clock()
         for (role, url), finding in zip(places, findings, strict=True):
-            routing = backend.routings[role]
-            routing.after_probe(url, finding, now_s)
+            backend.learn(role, url, "probe", finding)
             ready[role] += finding is Finding.SOUND
-            backend.metrics.instance_usable(role, url, usable=routing.is_usable(url, now_s))
         return ready
 
     async def _probe(self, url: str) -> Finding | None:
-        question = Question(instance=url, method="GET", path="/health", headers=[], body=None)
         try:
-            answer = await asyncio.wait_for(self._backend.upstream.ask(question), limits.PROBE_ANSWER_S)
+            status = await asyncio.wait_for(self._backend.upstream.probe(url), limits.PROBE_ANSWER_S)
         except asyncio.TimeoutError:
             return Finding.SUSPECT
         except UpstreamLost as lost:
             return finding_of_loss(lost.reason)
-        answer.close()
-        return Finding.SOUND if answer.status == 200 else Finding.BROKEN
+        return Finding.SOUND if status == 200 else Finding.BROKEN

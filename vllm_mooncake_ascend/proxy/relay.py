@@ -126,32 +126,24 @@ class Relay:
     async def _ask(self, leg: Leg, avoid: tuple[str, ...], body: bytes | None) -> exchange.Event:
         """Send a leg to the next instance in turn and wait for its answer."""
         self._drop_answer()
-        routing = self._backend.routings[leg]
-        instance = routing.choose(avoid, self._backend.clock())
+        instance = self._backend.routings[leg].choose(avoid, self._backend.clock())
         if instance is None:
             return exchange.NoInstance()
         self._instance = instance
-        question = Question(
-            instance=instance,
-            method=self._call.method,
-            path=self._call.path,
-            headers=headers.to_instance(
-                self._call.headers, self._call.request_id, self._call.content_type if self._call.endpoint is None else _JSON
-            ),
-            body=body,
-        )
+        call = self._call
+        content_type = call.content_type if call.endpoint is None else _JSON
+        passed = headers.to_instance(call.headers, call.request_id, content_type)
+        question = Question(instance=instance, method=call.method, path=call.path, headers=passed, body=body)
         began_s = self._backend.clock()
         try:
             self._answer = await self._backend.upstream.ask(question)
         except UpstreamLost as lost:
-            now_s = self._backend.clock()
-            routing.after_request(instance, finding_of_loss(lost.reason), now_s)
-            self._backend.metrics.leg_ended(leg, lost.reason, now_s - began_s)
+            self._backend.learn(leg, instance, "request", finding_of_loss(lost.reason))
+            self._backend.metrics.leg_ended(leg, lost.reason, self._backend.clock() - began_s)
             return exchange.LegLost(instance=instance, reason=lost.reason, detail=str(lost))
-        now_s = self._backend.clock()
         status = self._answer.status
-        routing.after_request(instance, finding_of_status(status), now_s)
-        self._backend.metrics.leg_ended(leg, f"{status // 100}xx", now_s - began_s)
+        self._backend.learn(leg, instance, "request", finding_of_status(status))
+        self._backend.metrics.leg_ended(leg, f"{status // 100}xx", self._backend.clock() - began_s)
         params = self._params_of_prefill() if leg == "prefill" and status < 300 else None
         return exchange.LegAnswered(instance=instance, status=status, params=params)
 
@@ -161,9 +153,11 @@ class Relay:
             answer = rewrite.parse_object(self._answer.body)
         except RemoteProtocolError:
             return None
-        self._cached_tokens = usage.cached_tokens_of(answer)
         params = answer.get("kv_transfer_params")
-        return params if isinstance(params, dict) and params else None
+        if not isinstance(params, dict) or not params:
+            return None
+        self._cached_tokens = usage.cached_tokens_of(answer)
+        return params
 
     async def _pass_answer(self) -> exchange.Event:
         answer = self._answer
@@ -189,8 +183,7 @@ class Relay:
             try:
                 events = await answer.more()
             except UpstreamLost as lost:
-                routing = self._backend.routings["decode"]
-                routing.after_request(self._instance, finding_of_loss(lost.reason), self._backend.clock())
+                self._backend.learn("decode", self._instance, "request", finding_of_loss(lost.reason))
                 self._backend.metrics.stream_broke()
                 return exchange.StreamBroke(instance=self._instance, detail=str(lost))
         with self._patience():

@@ -62,7 +62,7 @@ class Releases:
             await self._sender.release(params)
         except MooncakeAscendError as error:
             self._metrics.released("failed")
-            logger.warning("transfer_id=%s release failed, its send lease will end it: %s", transfer_id, error)
+            logger.debug("transfer_id=%s release failed, its send lease will end it: %s", transfer_id, error)
         else:
             self._metrics.released("released")
             logger.debug("transfer_id=%s released: no decode engine will read it", transfer_id)

@@ -17,9 +17,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection
+from typing import Literal
 
 from vllm_mooncake_ascend import limits
 from vllm_mooncake_ascend.proxy.exchange import LossReason
+
+Source = Literal["request", "probe"]
 
 
 class Finding(enum.Enum):
@@ -58,7 +61,7 @@ class _Instance:
     def __init__(self, url: str) -> None:
         self.url = url
         self.broken_until_s = float("-inf")
-        self.suspect_in_a_row = {"request": 0, "probe": 0}
+        self.suspect_in_a_row: dict[Source, int] = {"request": 0, "probe": 0}
 
 
 class Routing:
@@ -89,15 +92,8 @@ class Routing:
         """Whether requests go to the instance now."""
         return now_s >= self._instances[url].broken_until_s
 
-    def after_request(self, url: str, finding: Finding | None, now_s: float) -> None:
-        """Learn from a request to the instance."""
-        self._learn("request", url, finding, now_s)
-
-    def after_probe(self, url: str, finding: Finding | None, now_s: float) -> None:
-        """Learn from a probe of the instance."""
-        self._learn("probe", url, finding, now_s)
-
-    def _learn(self, source: str, url: str, finding: Finding | None, now_s: float) -> None:
+    def learn(self, url: str, source: Source, finding: Finding | None, now_s: float) -> None:
+        """Take in what a request to the instance, or a probe of it, showed; None: nothing about the instance."""
         if finding is None:
             return
         instance = self._instances[url]

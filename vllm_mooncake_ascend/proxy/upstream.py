@@ -156,6 +156,17 @@ class Upstream:
                 raise
         return await self._ask_once(self._fresh, question, connection)
 
+    async def probe(self, instance: str) -> int:
+        """Status of the instance's /health, asked on a connection of its own: it must not queue behind requests.
+
+        Raises:
+            UpstreamLost: as `ask`.
+        """
+        question = Question(instance=instance, method="GET", path="/health", headers=[], body=None)
+        answer = await self._ask_once(self._fresh, question, _Connection())
+        answer.close()
+        return answer.status
+
     async def close(self) -> None:
         """Close all connections."""
         await self._pooled.close()
