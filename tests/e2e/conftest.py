@@ -1,0 +1,153 @@
+"""Engines of the end-to-end tests: one pair and one plain engine for all of them, extra ones where a test kills or tunes.
+
+Everything runs in float32 with blocks of 32 tokens and prefill chunks of 512, so that answers must be equal token by
+token and block edges are near. `pair` is the fixture that most tests take: it ends with the proof that nothing was left
+behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_mooncake_ascend.cli import processes
+from vllm_mooncake_ascend.testing.engine_messages import EngineSpec
+from vllm_mooncake_ascend.testing.engine_pair import EnginePair, Reference
+from vllm_mooncake_ascend.testing.engine_process import EngineProcess, wait_all_ready
+
+ROOT = Path(__file__).resolve().parents[2]
+LOGS = ROOT / "build" / "logs" / "e2e"
+GQA, FAT = "tiny-gqa", "tiny-fat"
+FAT_LEASE_TTL_S = 2.0
+ENGINE_ARGS: dict[str, Any] = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "block_size": 32,
+    "max_model_len": 4096,
+    "max_num_batched_tokens": 512,
+    "max_num_seqs": 16,
+    "num_gpu_blocks_override": 256,
+    "seed": 0,
+}
+
+Start = Callable[..., EngineProcess]
+MakePair = Callable[..., EnginePair]
+
+
+def engine_spec(name: str, model: str, kv_role: str = "", *, extra: dict[str, Any] | None = None, **args: Any) -> EngineSpec:
+    folder = ROOT / "build" / "models" / model
+    assert folder.exists(), f"{folder} is missing: run python scripts/make_models.py"
+    return EngineSpec(
+        name=name, model=str(folder), kv_role=kv_role, engine_args={**ENGINE_ARGS, **args}, extra_config=extra or {}
+    )
+
+
+def _starter(started: list[EngineProcess]) -> Start:
+    def start(
+        name: str, model: str = GQA, kv_role: str = "", *, extra: dict[str, Any] | None = None, **args: Any
+    ) -> EngineProcess:
+        engine = EngineProcess(engine_spec(name, model, kv_role, extra=extra, **args), log_folder=LOGS)
+        engine.log_path.unlink(missing_ok=True)
+        started.append(engine)
+        engine.start()
+        return engine
+
+    return start
+
+
+def _closing(started: list[EngineProcess]) -> None:
+    for engine in started:
+        engine.close()
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts extra engines of one test, without waiting for them; ends them afterwards."""
+    started: list[EngineProcess] = []
+    yield _starter(started)
+    _closing(started)
+
+
+@pytest.fixture(scope="module")
+def start_for_module() -> Iterator[Start]:
+    """Starts engines that the tests of one module share."""
+    started: list[EngineProcess] = []
+    yield _starter(started)
+    _closing(started)
+
+
+@pytest.fixture(scope="session")
+def _session() -> Iterator[EnginePair]:
+    started: list[EngineProcess] = []
+    begin = _starter(started)
+    engines = [begin("prefill", GQA, "kv_producer"), begin("decode", GQA, "kv_consumer"), begin("plain", GQA)]
+    try:
+        wait_all_ready(engines)
+        prefill, decode, plain = engines
+        pair = EnginePair(prefill, decode, Reference(plain))
+        pair.warm_up()
+        yield pair
+    finally:
+        _closing(started)
+
+
+@pytest.fixture(scope="session")
+def reference(_session: EnginePair) -> Reference:
+    """The plain engine of the small model."""
+    return _session.reference
+
+
+@pytest.fixture
+def pair(_session: EnginePair) -> Iterator[EnginePair]:
+    """The shared pair; when the test is over, golden answers must be right and nothing may be left behind."""
+    _session.revive()
+    yield _session
+    assert {} == _session.remains()
+
+
+@pytest.fixture(scope="session")
+def models() -> Path:
+    """Folder of the test models."""
+    return ROOT / "build" / "models"
+
+
+@pytest.fixture(scope="session")
+def logs() -> Path:
+    """Where the logs of all engines and servers of these tests go."""
+    return LOGS
+
+
+@pytest.fixture(scope="session")
+def free_port() -> Callable[[], int]:
+    """Gives ports that nobody listens on, for engines that must come back on the same one."""
+    return processes.free_port
+
+
+@pytest.fixture(scope="module")
+def _fat(start_for_module: Start, free_port: Callable[[], int]) -> EnginePair:
+    size = {"num_gpu_blocks_override": 160}
+    lease = {"lease_ttl_s": FAT_LEASE_TTL_S, "side_channel_port": free_port()}
+    engines = [
+        start_for_module("fat-prefill", FAT, "kv_producer", extra=lease, **size),
+        start_for_module("fat-decode", FAT, "kv_consumer", **size),
+        start_for_module("fat-plain", FAT, **size),
+    ]
+    wait_all_ready(engines)
+    prefill, decode, plain = engines
+    fat = EnginePair(prefill, decode, Reference(plain))
+    fat.warm_up()
+    return fat
+
+
+@pytest.fixture
+def fat(_fat: EnginePair) -> Iterator[EnginePair]:
+    """A pair whose transfers last long enough to be hit: 256 KiB of KV a token, a short send lease, a fixed side channel.
+
+    Afterwards answers are right and nothing is left behind on the engines that live.
+    """
+    _fat.revive()
+    yield _fat
+    assert {} == _fat.remains()
