@@ -39,7 +39,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     n: int = 1
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = True
-    logprobs: int | None = None
+    logprobs: int | None = 0
+    """0: those of the answer's own tokens, without which a wrong KV block can go unnoticed."""
     prompt_logprobs: int | None = None
 
 

@@ -83,7 +83,7 @@ class Running:
     def wait_tokens(self, num_tokens: int, timeout_s: float = REQUEST_TIMEOUT_S) -> None:
         """Wait until so many tokens of the first answer have come."""
         self._engine.wait_until(
-            lambda: len(self.answer.token_ids) >= num_tokens,
+            lambda: len(self.answer.text.token_ids) >= num_tokens,
             f"{num_tokens} tokens of request {self.request_id}",
             timeout_s=timeout_s,
         )
