@@ -1,6 +1,6 @@
 """MooncakeTransferEngine: `base.TransferEngine` on the real Mooncake.
 
-Off Ascend (shown for TCP) there are two Mooncake engines in a worker:
+Over TCP there are two Mooncake engines in a worker:
 - the *serving* one has our memory registered and is what peers read from; it lives as long as the adapter;
 - the *reading* one is made at the first read and does nothing but read. Its destruction closes every connection on which
   bytes of a failed read could still arrive, which is the only fence there is: unregistering memory is none, and neither are
