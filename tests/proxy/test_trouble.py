@@ -234,6 +234,16 @@ async def test_a_failed_release_is_counted_and_harms_nobody(bench: Any) -> None:
     assert (400, 1) == (status, rig.value("releases_total", result="failed"))
 
 
+async def test_releases_are_bounded(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: a flood of leavers cannot fill the memory. Method: no release may be under way; it is dropped and counted."""
+    monkeypatch.setattr(limits, "MAX_RELEASES", 0)
+    async with bench() as rig:
+        rig.decode.scripts.append(Script(status=400, body=REFUSAL))
+        await rig.post()
+
+    assert ([], 1) == (rig.sender.released, rig.value("releases_total", result="dropped"))
+
+
 async def test_models_are_asked_elsewhere_when_a_decode_is_down(bench: Any) -> None:
     """Goal: passed calls have the same patience as generations. Method: the first decode's port is closed."""
     async with bench(num_decodes=2) as rig:

@@ -9,7 +9,9 @@ producer ends the transfer when no decode engine has subscribed to it; one that 
     Goodbye      the engine shuts down, or does not speak with us: failed
     (nothing)    sent again each `limits.RESEND_S`, failed after `limits.PEER_ANSWER_S`
 
-One socket a producer while releases to it are under way, none otherwise. Belongs to one event loop.
+One socket a producer while releases to it are under way, none otherwise: thousands of clients may leave at once, and a
+producer that is dead must not hold up the releases to others. (`runtime.release.send_release` says the same for one that
+can wait, with a socket of its own.) Belongs to one event loop.
 """
 
 from __future__ import annotations

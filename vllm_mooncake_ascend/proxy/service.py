@@ -58,5 +58,5 @@ def _max_requests() -> int:
         return limits.MAX_CLIENT_REQUESTS
     allowed = max(1, (hard - _FILES_RESERVED) // _FILES_PER_REQUEST)
     if allowed < limits.MAX_CLIENT_REQUESTS:
-        logger.warning("%d open files are allowed (ulimit -Hn): at most %d requests are served at once", hard, allowed)
+        logger.info("%d open files are allowed (ulimit -Hn): at most %d requests are served at once", hard, allowed)
     return min(allowed, limits.MAX_CLIENT_REQUESTS)
