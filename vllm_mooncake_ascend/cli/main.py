@@ -20,6 +20,7 @@ COMMANDS = {
     "serve": "start one vLLM engine",
     "proxy": "route requests over prefill and decode engines",
     "doctor": "check this machine",
+    "bench": "measure on this machine",
 }
 """Command -> what it is for. The command `x` is registered by the module `vllm_mooncake_ascend.cli.x`."""
 
