@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-PAGES = {"configuration.md": "vllm_mooncake_ascend.config"}
+PAGES = {"configuration.md": "vllm_mooncake_ascend.config", "metrics.md": "vllm_mooncake_ascend.metrics"}
 """Page -> the module that prints it when run."""
 
 

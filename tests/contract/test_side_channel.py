@@ -302,6 +302,15 @@ def test_closing_leaves_neither_thread_nor_descriptor() -> None:
     assert before == held()
 
 
+def test_what_was_said_last_still_gets_out() -> None:
+    """Goal: a Release on the way out frees prefill's blocks. Method: submit and close at once, before any connection."""
+    producer = RecordingOwner()
+    with channel(producer) as listening:
+        with channel(RecordingOwner(), host=None) as asking:
+            asking.submit(to_producer(listening.address))
+        assert HELLO == producer.from_readers.get(timeout=WAIT_S)[1]
+
+
 def test_closing_twice_and_before_the_start_does_nothing() -> None:
     """Goal: every way out may close. Method: a channel that never ran, closed twice, then used."""
     owner = RecordingOwner()

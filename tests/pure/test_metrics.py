@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from vllm_mooncake_ascend.metrics import names, stats
+from vllm_mooncake_ascend.metrics import names, page, stats
 from vllm_mooncake_ascend.metrics.prometheus import Exporter
 from vllm_mooncake_ascend.p2p import counters
 
@@ -170,3 +171,9 @@ def test_names_follow_the_conventions() -> None:
         or bool(metric.label) != bool(metric.values)
     ]
     assert (names.METRICS, []) == (tuple(names.BY_NAME.values()), wrong)
+
+
+def test_the_metrics_page_is_current() -> None:
+    """Goal: docs/metrics.md never falls behind. Method: compare with what the names print."""
+    told = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    assert page.page() == told, "run: python -m vllm_mooncake_ascend.metrics"

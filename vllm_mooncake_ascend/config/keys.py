@@ -84,7 +84,8 @@ KEYS = (
         default=0,
         lowest=0,
         highest=65_535,
-        meaning="Port of the side channel; 0: any free one, told to peers with each request.",
+        meaning="Port of the side channel; 0: any free one, told to peers with each request. A fixed one serves one engine "
+        "(DP rank) of a host.",
     ),
     Key(
         name="peers",

@@ -24,6 +24,8 @@ GRACE_S = 1.0
 """A connection may be down this long; a producer that only restarts its network is back sooner, a dead one is not."""
 SEND_QUEUE_MESSAGES = 4_096
 RECONNECT_MS = 100
+LINGER_MS = 250
+"""How long closing may take to get a last Release or Goodbye out; a lost peer gets no time."""
 _UNREACHABLE = "no connection to it could be made"
 _NOT_UNDERSTOOD = "the cluster secrets differ, or only one side has one, or what listens there is no side channel"
 
@@ -115,7 +117,7 @@ class Connections:
         for peer, connection in list(self._connections.items()):
             down_since_s = connection.down_since_s
             if down_since_s is not None and (connection.is_hopeless or now_s - down_since_s >= GRACE_S):
-                self.close(peer)
+                self.close(peer, linger_ms=0)
                 yield peer, connection.reason
 
     def next_check_s(self) -> float | None:
@@ -123,8 +125,8 @@ class Connections:
         downs = [c.down_since_s for c in self._connections.values() if c.down_since_s is not None]
         return min(downs) + GRACE_S if downs else None
 
-    def close(self, peer: PeerAddress) -> None:
-        """Close the socket to a producer, if there is one. What was not sent yet is dropped."""
+    def close(self, peer: PeerAddress, *, linger_ms: int = LINGER_MS) -> None:
+        """Close the socket to a producer, if there is one. What is not sent within `linger_ms` is dropped."""
         connection = self._connections.pop(peer, None)
         if connection is None:
             return
@@ -133,7 +135,7 @@ class Connections:
             self._poller.unregister(polled)
         connection.socket.disable_monitor()
         connection.monitor.close(0)
-        connection.socket.close(0)
+        connection.socket.close(linger_ms)
 
     def close_all(self) -> None:
         for peer in list(self._connections):
@@ -141,7 +143,6 @@ class Connections:
 
     def _connect(self, peer: PeerAddress, host: str, now_s: float) -> _Connection:
         dealer = self._context.socket(zmq.DEALER)
-        dealer.linger = 0
         dealer.sndhwm = SEND_QUEUE_MESSAGES
         dealer.maxmsgsize = limits.MAX_MESSAGE_BYTES
         dealer.reconnect_ivl = RECONNECT_MS

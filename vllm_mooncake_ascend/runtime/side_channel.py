@@ -26,7 +26,7 @@ from vllm_mooncake_ascend.metrics import names
 from vllm_mooncake_ascend.p2p import actions
 from vllm_mooncake_ascend.runtime.address_policy import AddressPolicy
 from vllm_mooncake_ascend.runtime.clock import boot_s
-from vllm_mooncake_ascend.runtime.connections import Connections
+from vllm_mooncake_ascend.runtime.connections import LINGER_MS, Connections
 from vllm_mooncake_ascend.runtime.curve import CurveKeys
 from vllm_mooncake_ascend.runtime.doorbell import Doorbell
 from vllm_mooncake_ascend.runtime.inbox import Inbox
@@ -37,8 +37,6 @@ from vllm_mooncake_ascend.wire.messages import FromProducer, FromReader, Goodbye
 
 logger = logging.getLogger(__name__)
 
-LINGER_MS = 250
-"""How long closing may take to get a last Goodbye out."""
 JOIN_S = 5.0
 FRAMES_PER_TURN = 256
 """Frames taken from one socket before the others, timers and sends get their turn."""
@@ -234,7 +232,7 @@ class SideChannel:
             message = codec.decode_from_producer(frames[0])
         except RemoteProtocolError as error:
             self._owner.count(names.MESSAGES_DROPPED, "version" if isinstance(error, VersionMismatch) else "malformed")
-            self._connections.close(peer)
+            self._connections.close(peer, linger_ms=0)
             self._owner.peer_disconnected(peer, str(error))
             return False
         self._owner.count(names.MESSAGES_RECEIVED)
