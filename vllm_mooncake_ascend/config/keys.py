@@ -218,5 +218,6 @@ BORROWED_VARIABLES = (
         stands_for="lease_max_s",
         remark="vLLM and vllm-ascend: seconds prefill keeps blocks",
     ),
+    Borrowed(name="VLLM_MOONCAKE_CONNECTOR_TIMEOUT", remark="see offer_wait_s and read_wait_s"),
     Borrowed(name="VLLM_MOONCAKE_BOOTSTRAP_PORT", remark="there is no bootstrap server; see side_channel_port"),
 )
