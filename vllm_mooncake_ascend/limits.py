@@ -66,10 +66,10 @@ RANK_ANSWER_S = 30.0
 an engine step, and a step may last seconds."""
 MAX_REMEMBERED_READS = 1_024
 """Reads a worker remembers that have ended, or were cancelled before it knew them; the oldest are forgotten first."""
-QUARANTINE_S = 60.0
-"""How long blocks of an UNKNOWN read stay out of circulation where the engine offers no fence: the TCP transport of
-Mooncake gives up a transfer without progress after 30 s (bytes seen landing up to 24 s late, none from 26 s on), Ascend's
-after 2 x (10 s connect + 10 s transfer)."""
+QUARANTINE_S = 90.0
+"""How long blocks of an UNKNOWN read stay out of circulation where the engine offers no fence (RDMA, Ascend). Ascend gives
+up after two attempts of connect and transfer timeout (2 x (10 + 10) s by default) and was seen, on the emulator, to need
+60 s more until nothing moves. Over TCP the reading engine is destroyed instead, which is certain and takes milliseconds."""
 
 # --- Engine calls -------------------------------------------------------------------------------------------------------
 MAX_CALL_BYTES = 64 << 20
