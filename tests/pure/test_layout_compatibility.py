@@ -136,6 +136,13 @@ def test_an_unusable_layout_is_a_difference_and_its_table_is_still_compared() ->
     assert any(words.startswith("unusable layout there: ") and "token_stride_bytes is -8" in words for words in found)
 
 
+def test_a_peer_without_ranks_differs() -> None:
+    """Goal: no exception for an empty announcement. Method: an empty list of ranks under a good table."""
+    ranks = _ranks()
+    table = fingerprint(_IDENTITY, ranks, protocol_version=1)
+    assert ("unusable layout there: 0 ranks, must be 1 to 1024",) == differences(table, ranks, table, ())
+
+
 def test_the_number_of_differences_is_bounded() -> None:
     """Goal: a hostile peer fills no log. Method: two hundred values that nobody knows."""
     noise = {f"key {number}": "x" * 5000 for number in range(200)}

@@ -5,18 +5,21 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_mooncake_ascend.layout.plane import RankLayout
+from vllm_mooncake_ascend.errors import LocalProtocolError
+from vllm_mooncake_ascend.layout.plane import RankLayout, Region
 from vllm_mooncake_ascend.layout.regions import RegionMap
 from vllm_mooncake_ascend.planner.batch import CopyBatch
 from vllm_mooncake_ascend.planner.bounds import CopyBounds
 from vllm_mooncake_ascend.planner.cover import cover_faults, region_faults
 from vllm_mooncake_ascend.planner.instantiate import chopped, split_calls
 from vllm_mooncake_ascend.planner.pairing import expected_readers, pair
+from vllm_mooncake_ascend.planner.permute import find_parts
 from vllm_mooncake_ascend.planner.plan import PeerPlan
 from vllm_mooncake_ascend.planner.template import Runs
 from vllm_mooncake_ascend.testing.layouts import EngineShape, LayerShape, Order, Packing, Storage, lay_out
@@ -233,3 +236,40 @@ def test_the_proof_finds_runs_that_can_leave_their_regions(transfer: Transfer) -
     nowhere = RegionMap(starts=(0,), ends=(1,))
     assert "a run leaves the remote regions" in list(region_faults(source.runs, source.geometry, here, nowhere))
     assert "a run leaves the local regions" in list(region_faults(source.runs, source.geometry, nowhere, there))
+
+
+def test_a_plan_that_fails_its_proof_is_never_handed_out() -> None:
+    """Goal: the proof is run at every handshake. Method: the one layout that fools merging: planes of a single block that touch
+    across two registered regions."""
+    (engine,) = _engine("tokens_major", "apart")
+    address = engine.planes[0].base_address
+    length_bytes = 4 * 2 * 2
+    planes = tuple(
+        msgspec.structs.replace(plane, num_blocks=1, base_address=address + index * length_bytes)
+        for index, plane in enumerate(engine.planes)
+    )
+    regions = tuple(Region(base_address=plane.base_address, length_bytes=length_bytes) for plane in planes)
+    rank = msgspec.structs.replace(engine, planes=planes, regions=regions)
+    with pytest.raises(LocalProtocolError, match="a run leaves the local regions"):
+        PeerPlan.build(rank, (rank,))
+
+
+# --- parts --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("packing", "is_interleaved", "expected"),
+    [("keys_with_values", False, [32, 32]), ("apart", False, [16, 16, 16, 16]), ("apart", True, [64])],
+)
+def test_parts_are_the_runs_of_a_block(packing: Packing, is_interleaved: bool, expected: list[int]) -> None:
+    """Goal: whole copies take few descriptors and no bytes of others. Method: two layers, packed, apart and interleaved."""
+    (engine,) = _engine("tokens_major", packing, num_layers=2, is_interleaved=is_interleaved)
+    parts = find_parts(pair(engine, (engine,)))
+    assert parts is not None
+    assert expected == [part.length_bytes for part in parts]
+
+
+def test_blocks_that_lie_in_each_other_have_no_parts() -> None:
+    """Goal: nothing of other requests is staged. Method: heads outside of blocks."""
+    (engine,) = _engine("heads_outermost")
+    assert find_parts(pair(engine, (engine,))) is None

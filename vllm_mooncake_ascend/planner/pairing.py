@@ -1,8 +1,8 @@
 """Which remote rank serves which part of a local rank, by plane name and KV head.
 
-A part of a plane is served by one rank. Among several with copies, the one with the longest run of the wanted heads is
-taken; among equals the choice turns with the local tensor-parallel rank, so that readers spread over the copies, and a
-rank reads from its namesake when both engines are cut alike. Both sides come to the same pairing from the same layouts.
+A head is served by one rank. Among several with copies the choice turns with the local tensor-parallel rank, so that readers
+spread over the copies, and a rank reads from its namesake when both engines are cut alike. Both sides come to the same
+pairing from the same layouts.
 """
 
 from __future__ import annotations
@@ -58,12 +58,13 @@ def _pairs_of_plane(plane: Plane, local: RankLayout, held: list[Holding], remote
     head = plane.first_head
     end_head = plane.first_head + plane.num_heads
     while head < end_head:
-        chosen = _choose(holders(held, head), end_head, local.tp_rank)
-        if chosen is None:
+        candidates = holders(held, head)
+        if not candidates:
             raise ConfigError(
                 f"cannot plan reads of plane {shown(plane.name)}: no rank of the peer holds its KV head {head};"
                 " both engines must serve the same model, and the peer must announce all its ranks"
             )
+        chosen = candidates[local.tp_rank % len(candidates)]
         pair_end_head = min(end_head, chosen.plane.first_head + chosen.plane.num_heads)
         assert pair_end_head > head, "each pair takes at least one head"
         group, remote = local.groups[plane.group_index], remotes[chosen.rank_index]
@@ -78,15 +79,6 @@ def _pairs_of_plane(plane: Plane, local: RankLayout, held: list[Holding], remote
         )
         head = pair_end_head
     return pairs
-
-
-def _choose(candidates: list[Holding], end_head: int, local_tp_rank: int) -> Holding | None:
-    """The candidate that serves most heads up to `end_head`; among equals by turns."""
-    if not candidates:
-        return None
-    reaches = [min(end_head, one.plane.first_head + one.plane.num_heads) for one in candidates]
-    best = [one for one, reach in zip(candidates, reaches, strict=True) if reach == max(reaches)]
-    return best[local_tp_rank % len(best)]
 
 
 def _check_same_meaning(plane: Plane, group: GroupLayout, remote_plane: Plane, remote_group: GroupLayout) -> None:

@@ -79,7 +79,7 @@ def find_parts(pairs: Iterable[PlanePair]) -> tuple[Part, ...] | None:
             block_stride_bytes=pair.source.block_stride_bytes,
             pairs=(pair,),
         )
-        if part.length_bytes > part.block_stride_bytes and pair.source.num_blocks > 1:
+        if part.length_bytes > part.block_stride_bytes:
             return None
         union = _union(parts[-1], part) if parts else None
         parts[-1:] = [union] if union is not None else [*parts[-1:], part]
@@ -127,11 +127,10 @@ def permute(permutation: Permutation, staging: npt.NDArray[np.uint8], cache: npt
 
 
 def _union(before: Part, after: Part) -> Part | None:
-    """Both in one run, if they touch and the run still fits into a block."""
-    end_address = max(before.end_address, after.end_address)
-    length_bytes = end_address - before.address
-    is_alike = before.block_stride_bytes == after.block_stride_bytes
-    if not (is_alike and after.address <= before.end_address and length_bytes <= after.block_stride_bytes):
+    """Both in one run, if they touch and the run stays inside one block (planes of a single block may touch and not be it)."""
+    length_bytes = max(before.end_address, after.end_address) - before.address
+    is_touching = before.block_stride_bytes == after.block_stride_bytes and after.address <= before.end_address
+    if not is_touching or length_bytes > before.block_stride_bytes:
         return None
     return msgspec.structs.replace(before, length_bytes=length_bytes, pairs=before.pairs + after.pairs)
 

@@ -143,7 +143,7 @@ def find_pieces(geometry: GroupGeometry, wanted: ReadRange) -> list[Pieces]:
     num_cut = 1 if num_skipped_tokens else 0
     found = [dataclasses.replace(pieces.taken(slice(0, num_cut)), first_token=num_skipped_tokens)] if num_cut else []
     if len(pieces) > num_cut:
-        found.append(_in_local_order(pieces.taken(slice(num_cut, None)), geometry.local_slots_per_block))
+        found.append(_in_local_order(pieces.taken(slice(num_cut, None))))
     return found
 
 
@@ -221,6 +221,7 @@ def _checked_ids(side: _Side, first_position: int, end_position: int) -> Ids:
     return block_ids
 
 
-def _in_local_order(pieces: Pieces, slots_per_block: int) -> Pieces:
-    """Neighbours in memory become neighbours in the arrays: vLLM hands out freed blocks in falling order."""
-    return pieces.taken(np.argsort(pieces.local.blocks * slots_per_block + pieces.local.slots, kind="stable"))
+def _in_local_order(pieces: Pieces) -> Pieces:
+    """Neighbours in memory become neighbours in the arrays: vLLM hands out freed blocks in falling order. Slots of one block
+    are in order already and stay so."""
+    return pieces.taken(np.argsort(pieces.local.blocks, kind="stable"))
