@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+import zmq
 
 from vllm_mooncake_ascend.config import parse_p2p
 from vllm_mooncake_ascend.errors import LocalProtocolError, RemoteProtocolError
@@ -18,7 +20,7 @@ from vllm_mooncake_ascend.runtime.clock import boot_s, wall_s
 from vllm_mooncake_ascend.runtime.p2p_scheduler import P2PScheduler
 from vllm_mooncake_ascend.runtime.release import send_release
 from vllm_mooncake_ascend.types import Incarnation, Outcome, PeerAddress, RequestId, TransferId
-from vllm_mooncake_ascend.wire import params
+from vllm_mooncake_ascend.wire import codec, messages, params
 from vllm_mooncake_ascend.wire.steps import ReadEnded
 
 WAIT_S = 30.0
@@ -272,6 +274,73 @@ def test_a_failed_control_thread_ends_the_engine() -> None:
         decode.channel_failed(ZeroDivisionError("a bug"))
         with pytest.raises(LocalProtocolError, match="side channel of this engine has failed"):
             decode.drain()
+
+
+def hostile(randomness: random.Random, expected: str) -> messages.FromReader | messages.FromProducer:
+    """Any valid message, with ids and numbers from small sets, so that they often mean something."""
+    common: dict[str, Any] = {
+        "incarnation": randomness.choice(["x1", "x2", expected]),
+        "expected": randomness.choice([expected, expected, "other"]),
+        "transfer_id": randomness.choice(["t1", "t2"]),
+        "request_id": randomness.choice([D1, P1, ""]),
+        "sequence": randomness.randrange(4),
+        "ok": randomness.random() < 0.5,
+        "held": randomness.random() < 0.5,
+        "transfers": (("t1", str(D1)),) * randomness.randrange(3),
+        "gone": (("t1", str(D1)),) * randomness.randrange(3),
+        "reason": "hostile",
+        "version": randomness.randrange(3),
+        "fingerprint": {"model": "m"} if randomness.random() < 0.5 else {},
+        "ranks": (layout(),) * randomness.randrange(3),
+        "state": randomness.choice(["pending", "ready"]),
+        "num_tokens": randomness.choice([0, 16, NUM_TOKENS, 1 << 30]),
+        "generation": randomness.randrange(3),
+        "block_ids": randomness.choice([(), ((5, 6),), ((0, 0),), ((7,),), ((1 << 30, 2),), ((1, 2), (3, 4))]),
+        "prompt_digest": randomness.choice([DIGEST, b"", b"other"]),
+        "lease_ttl_s": randomness.choice([1.0, 30.0, 3600.0]),
+        "num_layers_ready": randomness.randrange(2),
+    }
+    kind = randomness.choice([*get_args(messages.FromReader), *get_args(messages.FromProducer)])
+    message: messages.FromReader | messages.FromProducer = kind(**{name: common[name] for name in kind.__struct_fields__})
+    return message
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_messages_of_readers_leave_a_prefill_engine_serving(seed: int) -> None:
+    """Goal: a hostile reader costs nothing. Method: 2,000 random valid messages around a transfer; strict mode raises bugs."""
+    randomness = random.Random(seed)
+    with scheduler("prefill") as prefill, zmq.Context() as context, context.socket(zmq.DEALER) as reader:
+        reader.linger = 0
+        reader.connect(f"tcp://{prefill.address}")
+        body = prefilled(prefill)
+        for _ in range(2_000):
+            reader.send(codec.encode(hostile(randomness, prefill.incarnation)))
+        assert send_release(body, secret=None, timeout_s=WAIT_S)
+        prefill.drain()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_messages_of_a_producer_leave_a_decode_engine_serving(seed: int) -> None:
+    """Goal: a hostile producer costs its own requests. Method: it answers with random valid messages; then a good one."""
+    randomness = random.Random(seed)
+    with scheduler("decode") as decode, zmq.Context() as context, context.socket(zmq.ROUTER) as producer:
+        producer.linger = 0
+        producer.rcvtimeo = int(WAIT_S * 1e3)
+        port = producer.bind_to_random_port("tcp://127.0.0.1")
+        with scheduler("prefill") as prefill:
+            body = prefilled(prefill)
+            transfer = {**body, "remote_port": port, "remote_incarnation": "hostile"}
+            arrive(decode, transfer)
+            peer, _ = producer.recv_multipart()
+            for _ in range(500):
+                message = hostile(randomness, "hostile")
+                if isinstance(message, get_args(messages.FromProducer)):
+                    producer.send_multipart([peer, codec.encode(message)])
+            decode.wait(0.2)
+            decode.feed_consumer(events.RequestEnded(request_id=D1))
+            decode.drain()
+            arrive(decode, body)
+            assert remote_tokens(decode) == NUM_TOKENS
 
 
 def test_closing_leaves_no_thread() -> None:
