@@ -169,9 +169,12 @@ def test_staging_memory_below_one_block_is_refused() -> None:
         plan.rounds(wanted, staging=Region(base_address=_STAGING_ADDRESS, length_bytes=19))
 
 
-def test_a_read_over_the_budget_goes_ahead_where_nothing_would_make_it_smaller() -> None:
-    """Goal: the budget chooses a way, it does not forbid scattered blocks. Method: equal layouts, one descriptor a block."""
+@pytest.mark.parametrize(("max_merged_bytes", "expected"), [(100, 2), (7, 12)])
+def test_a_read_over_the_budget_goes_ahead_where_nothing_would_make_it_smaller(max_merged_bytes: int, expected: int) -> None:
+    """Goal: the budget chooses a way, it does not forbid scattered or long blocks. Method: equal layouts, blocks of 40 bytes,
+    in one descriptor each and in six."""
     local, _ = _unequal_tokens_major()
-    plan = PeerPlan.build(local, (local,), bounds=CopyBounds(max_request_descriptors=1))
+    bounds = CopyBounds(max_request_descriptors=1, max_merged_bytes=max_merged_bytes)
+    plan = PeerPlan.build(local, (local,), bounds=bounds)
     ((_, batch),) = plan.calls(0, 8, ((1, 3),), ((3, 1),))
-    assert len(batch) == 2
+    assert expected == len(batch)

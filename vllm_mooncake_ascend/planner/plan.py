@@ -58,10 +58,12 @@ class _Read:
 
     @property
     def is_better_staged(self) -> bool:
+        """Whether whole parts of blocks are fewer than runs. Runs cut only because they are long do not count as many."""
         if self.plan.parts is None:
             return False
-        remote_blocks = np.concatenate([one.remote.blocks for one in self.pieces])
-        return len(self.plan.parts) * len(np.unique(remote_blocks)) < self.num_descriptors
+        num_uncut_runs = sum(len(runs.lengths_bytes) for runs in self.plan.runs) * sum(len(one) for one in self.pieces)
+        num_remote_blocks = len(np.unique(np.concatenate([one.remote.blocks for one in self.pieces])))
+        return len(self.plan.parts) * num_remote_blocks < min(self.num_descriptors, num_uncut_runs)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
