@@ -14,7 +14,7 @@ from vllm_mooncake_ascend import limits
 from vllm_mooncake_ascend.layout.compatibility import differences, fingerprint
 from vllm_mooncake_ascend.layout.plane import RankLayout
 from vllm_mooncake_ascend.testing.layouts import EngineShape, LayerShape, Storage, lay_out
-from vllm_mooncake_ascend.testing.strategies import Transfer, transfers
+from vllm_mooncake_ascend.testing.strategies import Transfer, spoiled_ranks, transfers
 
 _IDENTITY = {"model": "sha256:1234", "model dtype": "bfloat16"}
 _STORAGE = Storage(
@@ -150,35 +150,6 @@ def test_the_number_of_differences_is_bounded() -> None:
     assert limits.MAX_DIFFERENCES == len(found)
     assert "and more, not listed" == found[-1]
     assert max(len(words) for words in found) < 300
-
-
-_odd_numbers = st.one_of(
-    st.integers(-3, 40), st.sampled_from([1 << 31, 1 << 40, (1 << 62) - 1, 1 << 62, (1 << 63) - 1, -(1 << 63), 1 << 64])
-)
-
-
-def _spoiled(draw: st.DrawFn, value: Any) -> Any:
-    """The same struct with one number replaced by an odd one."""
-    numbers = [name for name in value.__struct_fields__ if type(getattr(value, name)) is int]
-    return msgspec.structs.replace(value, **{draw(st.sampled_from(numbers)): draw(_odd_numbers)})
-
-
-@st.composite
-def spoiled_ranks(draw: st.DrawFn, ranks: tuple[RankLayout, ...]) -> tuple[RankLayout, ...]:
-    """An engine's ranks with one to three odd numbers somewhere."""
-    spoiled = list(ranks)
-    for _ in range(draw(st.integers(1, 3))):
-        index = draw(st.integers(0, len(spoiled) - 1))
-        rank = spoiled[index]
-        part = draw(st.sampled_from(("rank", "groups", "planes", "regions")))
-        if part == "rank":
-            spoiled[index] = _spoiled(draw, rank)
-            continue
-        members = list(getattr(rank, part))
-        member_index = draw(st.integers(0, len(members) - 1))
-        members[member_index] = _spoiled(draw, members[member_index])
-        spoiled[index] = msgspec.structs.replace(rank, **{part: tuple(members)})
-    return tuple(spoiled)
 
 
 @settings(max_examples=200)

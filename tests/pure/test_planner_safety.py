@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.pure.test_layout_compatibility import spoiled_ranks
 from vllm_mooncake_ascend.errors import ConfigError, LocalProtocolError, MooncakeAscendError, RemoteProtocolError
 from vllm_mooncake_ascend.layout.plane import RankLayout
 from vllm_mooncake_ascend.planner.plan import PeerPlan
 from vllm_mooncake_ascend.testing.layouts import EngineShape, LayerShape, Storage, lay_out
-from vllm_mooncake_ascend.testing.strategies import Transfer, transfers
+from vllm_mooncake_ascend.testing.strategies import Transfer, spoiled_ranks, transfers
 
 _STORAGE = Storage(
     kernel_tokens=4,

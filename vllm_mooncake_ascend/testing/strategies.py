@@ -1,4 +1,5 @@
-"""Hypothesis strategies: two engines with one model in their own cuts and layouts, and a read between them.
+"""Hypothesis strategies: two engines with one model in their own cuts and layouts, and a read between them;
+peers that announce nonsense.
 
 Inner steps are functions of `draw` and the strategies they draw from are made once: half of a test's time would otherwise
 go into building strategies.
@@ -7,6 +8,7 @@ go into building strategies.
 from __future__ import annotations
 
 import math
+from typing import TypeVar
 
 import msgspec
 from hypothesis import strategies as st
@@ -41,6 +43,12 @@ _spare_blocks = st.integers(0, 2)
 _stage_cuts = st.integers(0, 5)
 _id_orders = st.sampled_from(("rising", "falling", "shuffled"))
 _shuffles = st.randoms(use_true_random=False)
+_odd_numbers = st.one_of(
+    st.integers(-3, 40), st.sampled_from([1 << 31, 1 << 40, (1 << 62) - 1, 1 << 62, (1 << 63) - 1, -(1 << 63), 1 << 64])
+)
+
+
+_Layout = TypeVar("_Layout", bound=msgspec.Struct)
 
 
 class Transfer(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,6 +105,30 @@ def transfers(draw: st.DrawFn) -> Transfer:
             for storage, local_storage in zip(remote.storages, local.storages, strict=True)
         ),
     )
+
+
+@st.composite
+def spoiled_ranks(draw: st.DrawFn, ranks: tuple[RankLayout, ...]) -> tuple[RankLayout, ...]:
+    """What a hostile or broken peer may announce: an engine's ranks with one to three odd numbers somewhere."""
+    spoiled = list(ranks)
+    for _ in range(draw(st.integers(1, 3))):
+        index = draw(st.integers(0, len(spoiled) - 1))
+        rank = spoiled[index]
+        part = draw(st.sampled_from(("rank", "groups", "planes", "regions")))
+        if part == "rank":
+            spoiled[index] = _spoiled(draw, rank)
+            continue
+        members = list(getattr(rank, part))
+        member_index = draw(st.integers(0, len(members) - 1))
+        members[member_index] = _spoiled(draw, members[member_index])
+        spoiled[index] = msgspec.structs.replace(rank, **{part: tuple(members)})
+    return tuple(spoiled)
+
+
+def _spoiled(draw: st.DrawFn, value: _Layout) -> _Layout:
+    """The same value with one number replaced by an odd one."""
+    numbers = [name for name in value.__struct_fields__ if type(getattr(value, name)) is int]
+    return msgspec.structs.replace(value, **{draw(st.sampled_from(numbers)): draw(_odd_numbers)})
 
 
 def _groups(draw: st.DrawFn) -> list[_Group]:
