@@ -6,7 +6,7 @@ import argparse
 import sys
 import time
 
-from vllm_mooncake_ascend.testing.simulator.runner import explain, fails, run_many, shrink
+from vllm_mooncake_ascend.testing.simulator.runner import Coverage, explain, fails, first_seeds, run_many, shrink
 from vllm_mooncake_ascend.testing.simulator.themes import draw
 from vllm_mooncake_ascend.testing.simulator.world import Machines
 
@@ -18,7 +18,11 @@ def main() -> int:
     parser.add_argument("--start", type=int, default=0, help="first seed")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--trace", action="store_true", help="print every event of the first seed and stop")
+    parser.add_argument("--coverage", action="store_true", help="print the seeds that are the first to make each move")
     options = parser.parse_args()
+    if options.coverage:
+        sys.stdout.write(_coverage(options.seeds))
+        return 0
     if options.trace:
         sys.stdout.write(explain(draw(options.start), Machines()) + "\n")
         return 0
@@ -34,6 +38,13 @@ def main() -> int:
         f"seed {failure.seed} failed: {failure.text}\nshrunk to:\n{explain(shrink(plan, Machines()), Machines())}\n"
     )
     return 1
+
+
+def _coverage(num_seeds: int) -> str:
+    found = first_seeds(num_seeds)
+    unreached = Coverage().unreached() - set(found)
+    lines = [f"{seed:7} {' '.join(move)}" for move, seed in sorted(found.items(), key=lambda item: item[1])]
+    return "\n".join([*lines, *(f"  never {' '.join(move)}" for move in sorted(unreached)), ""])
 
 
 if __name__ == "__main__":

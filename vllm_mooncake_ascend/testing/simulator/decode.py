@@ -132,8 +132,7 @@ class DecodeSide:
             raise Violation(f"{request.request_id} got no remote KV though nothing was wrong")
         block_ids = self._engine.pool.allocate(-(-request.num_tokens // TOKENS_PER_BLOCK))
         if block_ids is None:
-            self._engine.poke_later()
-            return
+            return  # whoever gives blocks back pokes the engine
         request.block_ids, request.num_local_blocks = block_ids, num_local_blocks
         self._engine.pool.write(block_ids, request.prompt, 0, num_local_blocks)
         if num_remote_tokens and world.rng.random() < 0.1:

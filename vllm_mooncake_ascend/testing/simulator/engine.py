@@ -15,9 +15,6 @@ if TYPE_CHECKING:
     from vllm_mooncake_ascend.testing.simulator.world import World
 
 
-_RETRY_S = 0.5
-
-
 class Engine:
     """An engine process of its own clock. `alive` and `frozen_until_s` are of its scheduler."""
 
@@ -34,7 +31,6 @@ class Engine:
         self.prefill = PrefillSide(self)
         self.decode = DecodeSide(self)
         self._is_step_due = False
-        self._is_retry_due = False
 
     def now(self) -> float:
         """This engine's own clock: nobody else has the same."""
@@ -53,16 +49,6 @@ class Engine:
         if not self._is_step_due and (self.decode.has_requests or self.prefill.has_requests or not self.world.plan.is_lazy):
             self._is_step_due = True
             self.world.at(self.world.now + 0.001 + self.world.rng.random() * 0.01, self, self._step)
-
-    def poke_later(self) -> None:
-        """A request found no room: vLLM tries again at every step, here that is now and then."""
-        if not self._is_retry_due:
-            self._is_retry_due = True
-            self.world.at(self.world.now + _RETRY_S, self, self._retry)
-
-    def _retry(self) -> None:
-        self._is_retry_due = False
-        self.poke()
 
     def _step(self) -> None:
         self._is_step_due = False

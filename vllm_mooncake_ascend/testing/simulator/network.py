@@ -88,7 +88,7 @@ class DataPlane:
         draw = rng.random()
         duration_s = rng.random() * 0.03
         if draw < faults.slow:
-            duration_s = rng.random() * (limits.ENGINE_CALL_S - 1.0)
+            duration_s = rng.random() * faults.slow_s
         draw = rng.random()
         for share, ending in (
             (faults.refused, self._refuse),

@@ -10,6 +10,7 @@ import dataclasses
 from typing import Literal
 
 TOKENS_PER_BLOCK = 4
+FOREVER_S = 1e9
 AccidentKind = Literal["kill", "freeze", "stop", "partition", "clog", "revoke", "disconnect"]
 
 
@@ -66,7 +67,7 @@ class Accident:
     engine: int
     other: int = 0
     seconds: float = 0.0
-    """How long it lasts (kill: until the next start)."""
+    """How long it lasts (kill: until the next start, FOREVER_S: there is none)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -100,6 +101,8 @@ class ReadFaults:
     """How bad engine calls are; shares of calls."""
 
     slow: float = 0.0
+    slow_s: float = 9.0
+    """How long a slow call takes at most; below the engine's own timeout."""
     refused: float = 0.0
     failed: float = 0.0
     failed_landed: float = 0.0

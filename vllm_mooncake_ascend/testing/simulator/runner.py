@@ -9,6 +9,7 @@ import multiprocessing
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from vllm_mooncake_ascend.p2p.consumer import Consumer
 from vllm_mooncake_ascend.p2p.fetches import FETCH_LAW
@@ -20,6 +21,15 @@ from vllm_mooncake_ascend.testing.simulator.plan import Network, Plan, ReadFault
 from vllm_mooncake_ascend.testing.simulator.themes import draw
 from vllm_mooncake_ascend.testing.simulator.world import Machines, World
 
+_SIMPLER: tuple[dict[str, Any], ...] = (
+    {"num_strangers": 0},
+    {"odd_engine": None},
+    {"lying_engine": None},
+    {"num_ranks": 1},
+    {"is_lazy": False},
+    {"pins_on_progress": False},
+    {"fails_on_load_error": False},
+)
 _BATCH = 250
 """Seeds a process runs between two words of progress."""
 
@@ -72,11 +82,13 @@ def _smaller(plan: Plan) -> Iterator[Plan]:
         for number in range(len(job.children)):
             fewer = dataclasses.replace(job, children=job.children[:number] + job.children[number + 1 :])
             yield dataclasses.replace(plan, jobs=(*plan.jobs[:index], fewer, *plan.jobs[index + 1 :]))
+    for index in range(len(plan.hogs)):
+        yield dataclasses.replace(plan, hogs=plan.hogs[:index] + plan.hogs[index + 1 :])
     if plan.network != Network():
         yield dataclasses.replace(plan, network=Network())
     if plan.reads != ReadFaults():
         yield dataclasses.replace(plan, reads=ReadFaults())
-    for change in ({"num_ranks": 1}, {"is_lazy": False}, {"pins_on_progress": False}, {"fails_on_load_error": False}):
+    for change in _SIMPLER:
         simpler = dataclasses.replace(plan, **change)
         if simpler != plan:
             yield simpler
@@ -129,6 +141,10 @@ def _first_failure(seeds: range) -> Failure | None:
 # --- coverage --------------------------------------------------------------------------------------------------------------
 
 
+Move = tuple[str, str, str, str]
+"""Which machine's states, before, what happened, after; all by name."""
+
+
 class CountingLaw(Law[State, What]):
     """A law that also counts which moves were made."""
 
@@ -141,14 +157,13 @@ class CountingLaw(Law[State, What]):
         move = (before, what, after)
         self.num_moves[move] = self.num_moves.get(move, 0) + 1
 
-    def unreached(self) -> set[tuple[str, str, str]]:
-        """Moves of the law that were never made, as names."""
+    def moves(self) -> set[Move]:
+        """Every move the law allows."""
         return {
-            (before.name, what.name, after.name)
+            (type(before).__name__, before.name, what.name, after.name)
             for before, row in self.cells.items()
             for what, cell in row.items()
             for after in cell.to
-            if (before, what, after) not in self.num_moves
         }
 
 
@@ -164,3 +179,26 @@ class Coverage:
             consumer=functools.partial(Consumer, law=self.fetches),
             reader=functools.partial(Reader, law=self.reads),
         )
+
+    @property
+    def laws(self) -> tuple[CountingLaw[Any, Any], ...]:
+        return (self.transfers, self.fetches, self.reads)
+
+    def moves(self) -> set[Move]:
+        """Every move made so far."""
+        return {(type(b).__name__, b.name, what.name, a.name) for law in self.laws for b, what, a in law.num_moves}
+
+    def unreached(self) -> set[Move]:
+        """Moves of the laws that were not made."""
+        return set().union(*(law.moves() for law in self.laws)) - self.moves()
+
+
+def first_seeds(num_seeds: int) -> dict[Move, int]:
+    """Which seed below `num_seeds` is the first to make each move."""
+    coverage = Coverage()
+    found: dict[Move, int] = {}
+    for seed in range(num_seeds):
+        fails(draw(seed), coverage.machines)
+        if len(coverage.moves()) > len(found):
+            found |= {move: seed for move in coverage.moves() if move not in found}
+    return found

@@ -2,7 +2,8 @@
 
 `gentle` has few faults, all within what the protocol promises to hide; `wild` has everything that can go wrong. The rest
 aim at what chance alone would seldom hit: `successor` puts another engine in the place of a producer that is being read,
-`deaf` cuts one direction of a conversation while the producer's leases end, `mutual` lets two engines wait for each other.
+`deaf` cuts one direction of a conversation while the producer's leases end, `mutual` lets two engines wait for each
+other, `shared` lets several requests read one transfer.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import random
 from collections.abc import Callable
 
 from vllm_mooncake_ascend.testing.simulator.plan import (
+    FOREVER_S,
     Accident,
     AccidentKind,
     Child,
@@ -37,7 +39,7 @@ _ACCIDENTS: tuple[AccidentKind, ...] = (
 def draw(seed: int, theme: str = "") -> Plan:
     """The plan of one seed, of one theme if it is named."""
     rng = random.Random(seed)
-    chosen = rng.choices(tuple(THEMES), weights=(28, 52, 6, 8, 6))[0]
+    chosen = rng.choices(tuple(THEMES), weights=(26, 50, 6, 8, 5, 5))[0]
     return THEMES[theme or chosen](seed, rng)
 
 
@@ -52,7 +54,7 @@ def _gentle(seed: int, rng: random.Random) -> Plan:
         num_ranks=rng.choice((1, 1, 2)),
         num_blocks=40,
         max_pinned_blocks=20,
-        lease_ttl_s=30.0,
+        lease_ttl_s=rng.choice((10.0, 30.0)),
         lease_max_s=300.0,
         fails_on_load_error=rng.random() < 0.3,
         reports_unknown_at_once=True,
@@ -160,12 +162,13 @@ def _accident(rng: random.Random, num_engines: int) -> Accident:
         ("kill", "kill", "freeze", "partition", "partition", "clog", "revoke", "disconnect", "stop")
     )
     engine = rng.randrange(num_engines)
+    seconds = rng.choice((0.5, 6.0, 6.0, 20.0, 45.0))
     return Accident(
         kind=kind,
         at_s=_moment(rng) + rng.choice((0.0, 0.0, 1.0)),
         engine=engine,
         other=(engine + rng.randrange(1, num_engines)) % num_engines,
-        seconds=rng.choice((0.5, 6.0, 6.0, 20.0, 45.0)),
+        seconds=FOREVER_S if kind == "kill" and rng.random() < 0.3 else seconds,
     )
 
 
@@ -259,8 +262,9 @@ def _deaf(seed: int, rng: random.Random) -> Plan:
         transfer_id="t0",
         step_s=rng.choice((0.01, 0.5)),
     )
+    start_s = rng.random() * rng.choice((0.5, 0.5, 4.0))
     rival = Job(
-        at_s=rng.random() * 8.0,
+        at_s=start_s + rng.random() * 5.0,
         prefill=0,
         num_tokens=rng.randrange(5, 13),
         mode="sequential",
@@ -268,9 +272,16 @@ def _deaf(seed: int, rng: random.Random) -> Plan:
         transfer_id=None,
         step_s=0.01,
     )
-    source, target = rng.choice(((0, 1), (1, 0)))
-    start_s = rng.random() * 4.0
-    accidents = [Accident(kind="partition", at_s=start_s, engine=source, other=target, seconds=rng.choice((3.0, 20.0)))]
+    is_frozen = rng.random() < 0.3
+    source, target = (1, 0) if is_frozen else rng.choice(((0, 1), (1, 0)))
+    cut = Accident(
+        kind="freeze" if is_frozen else "partition",
+        at_s=start_s,
+        engine=source,
+        other=target,
+        seconds=rng.choice((6.0, 6.0, 20.0)),
+    )
+    accidents = [cut]
     if rng.random() < 0.4:
         accidents.append(Accident(kind="revoke", at_s=start_s + rng.random() * 6.0, engine=0))
     return Plan(
@@ -279,7 +290,7 @@ def _deaf(seed: int, rng: random.Random) -> Plan:
         num_ranks=1,
         num_blocks=rng.choice((7, 40)),
         max_pinned_blocks=rng.choice((3, 6)),
-        lease_ttl_s=rng.choice((4.0, 4.0, 30.0)),
+        lease_ttl_s=rng.choice((2.0, 4.0, 4.0, 30.0)),
         lease_max_s=300.0,
         fails_on_load_error=False,
         reports_unknown_at_once=rng.random() < 0.7,
@@ -287,7 +298,39 @@ def _deaf(seed: int, rng: random.Random) -> Plan:
         is_lazy=False,
         jobs=(job, rival),
         accidents=tuple(accidents),
-        reads=ReadFaults(slow=0.7),
+        network=Network(loss=0.4) if is_frozen else Network(),
+        reads=ReadFaults(slow=0.9, slow_s=5.0),
+    )
+
+
+def _shared(seed: int, rng: random.Random) -> Plan:
+    """n>1: several requests of one engine, or of two, read one transfer; nothing is wrong, so all must succeed."""
+    num_children = rng.choice((2, 2, 3))
+    job = Job(
+        at_s=0.0,
+        prefill=0,
+        num_tokens=rng.randrange(1, 13),
+        mode="concurrent",
+        children=tuple(Child(decode=rng.choice((1, 2)), delay_s=0.0) for _ in range(num_children)),
+        transfer_id="t0",
+        step_s=rng.choice((0.3, 4.0)),
+    )
+    return Plan(
+        seed=seed,
+        num_engines=3,
+        num_ranks=rng.choice((1, 2)),
+        num_blocks=40,
+        max_pinned_blocks=20,
+        lease_ttl_s=30.0,
+        lease_max_s=300.0,
+        fails_on_load_error=rng.random() < 0.5,
+        reports_unknown_at_once=rng.random() < 0.5,
+        pins_on_progress=rng.random() < 0.3,
+        is_lazy=False,
+        jobs=(job,),
+        network=Network(delay_s=0.05, reorders=True, duplication=0.1),
+        reads=ReadFaults(slow=0.5),
+        is_gentle=True,
     )
 
 
@@ -311,8 +354,8 @@ def _mutual(seed: int, rng: random.Random) -> Plan:
         num_ranks=1,
         num_blocks=rng.choice((5, 8)),
         max_pinned_blocks=rng.choice((3, 4, 7)),
-        lease_ttl_s=rng.choice((4.0, 30.0)),
-        lease_max_s=rng.choice((40.0, 300.0)),
+        lease_ttl_s=rng.choice((10.0, 30.0)),
+        lease_max_s=rng.choice((40.0, 40.0, 100.0)),
         fails_on_load_error=False,
         reports_unknown_at_once=rng.random() < 0.7,
         pins_on_progress=rng.random() < 0.3,
@@ -328,5 +371,6 @@ THEMES: dict[str, Callable[[int, random.Random], Plan]] = {
     "successor": _successor,
     "deaf": _deaf,
     "mutual": _mutual,
+    "shared": _shared,
 }
 """By name; `draw` weighs them."""

@@ -21,7 +21,7 @@ from vllm_mooncake_ascend.testing.simulator.blocks import Violation
 from vllm_mooncake_ascend.testing.simulator.client import Client
 from vllm_mooncake_ascend.testing.simulator.engine import Engine, rank_layouts
 from vllm_mooncake_ascend.testing.simulator.network import DataPlane, SideChannel
-from vllm_mooncake_ascend.testing.simulator.plan import TOKENS_PER_BLOCK, Accident, Hog, Plan
+from vllm_mooncake_ascend.testing.simulator.plan import FOREVER_S, TOKENS_PER_BLOCK, Accident, Hog, Plan
 from vllm_mooncake_ascend.types import Incarnation, RequestId, TransferId
 from vllm_mooncake_ascend.wire import messages
 
@@ -176,7 +176,8 @@ class World:
             case "kill":
                 engine.kill()
                 down_s = max(accident.seconds, limits.ENGINE_RESTART_MIN_S)
-                self.at(self.now + down_s, None, self._start_engine, accident.engine)
+                if down_s < FOREVER_S:
+                    self.at(self.now + down_s, None, self._start_engine, accident.engine)
             case "freeze":
                 engine.frozen_until_s = until_s
             case "stop":
