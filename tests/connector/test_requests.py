@@ -64,6 +64,15 @@ def test_params_that_are_no_object_are_an_error_of_the_client() -> None:
         requests.wish(make_request(transfer=[1]), secret=None, now_s=0.0)
 
 
+def test_a_request_id_too_long_for_a_peer_is_not_sent_to_one() -> None:
+    """Goal: clients choose ids, and one that cannot be encoded would look like a silent peer. Method: a long one."""
+    request = make_request(transfer={"do_remote_decode": True})
+    request.request_id = "x" * 1_000
+
+    with pytest.raises(RemoteProtocolError, match="X-Request-Id"):
+        requests.wish(request, secret=None, now_s=0.0)
+
+
 @pytest.mark.parametrize(
     ("status", "has_kv"),
     [

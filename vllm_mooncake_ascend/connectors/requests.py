@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from vllm_mooncake_ascend import limits
 from vllm_mooncake_ascend.errors import RemoteProtocolError
 from vllm_mooncake_ascend.types import RequestId
 from vllm_mooncake_ascend.wire import params
@@ -29,7 +30,12 @@ def wish(request: Any, *, secret: bytes | None, now_s: float) -> params.RemoteDe
         request.kv_transfer_params = None
     meaning = params.parse(given, secret=secret, now_s=now_s)
     if meaning is not None and request.prompt_token_ids is None:
-        raise RemoteProtocolError(f"request {request.request_id}: a prompt given as embeddings cannot be transferred")
+        raise RemoteProtocolError("a prompt given as embeddings cannot be transferred")
+    if meaning is not None and len(request.request_id) > limits.MAX_ID_CHARS:
+        raise RemoteProtocolError(
+            f"the request id has {len(request.request_id)} characters, at most {limits.MAX_ID_CHARS} can be sent to a peer;"
+            " shorten X-Request-Id"
+        )
     return meaning
 
 

@@ -72,6 +72,7 @@ class WorkerSide:
             layout=self._layout,
             rank=rank.tp_rank,
             read_wait_s=self._config.read_wait_s,
+            is_strict=self._config.is_strict,
         )
         num_tamed = queue_spin.tame() if self._config.tame_queue_spin else 0
         logger.info(
