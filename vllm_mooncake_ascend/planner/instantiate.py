@@ -101,7 +101,7 @@ def split_calls(batch: CopyBatch, bounds: CopyBounds) -> list[CopyBatch]:
     calls = []
     start, done_bytes = 0, 0
     while start < len(batch):
-        end = int(np.searchsorted(ends_bytes, done_bytes + bounds.max_call_bytes, side="right"))
+        end = int(ends_bytes.searchsorted(done_bytes + bounds.max_call_bytes, side="right"))
         end = min(end, start + bounds.max_call_descriptors)
         assert end > start, "each call takes at least one descriptor"
         calls.append(batch.part(start, end))
