@@ -109,8 +109,8 @@ class Consumer:
 
     @property
     def num_loads(self) -> int:
-        """Requests that wait for or read remote KV."""
-        return self._table.num_listening
+        """Requests that vLLM holds back until their remote KV has come, or has not."""
+        return self._table.num_waiting
 
     @property
     def num_pinned_blocks(self) -> int:
@@ -136,7 +136,7 @@ class Consumer:
         if event.transfer.incarnation == self._incarnation:
             self._count(counters.REQUESTS_REFUSED, counters.OWN_TRANSFER)
             return
-        if self._table.num_listening >= limits.MAX_WAITING_REQUESTS:
+        if self._table.num_waiting >= limits.MAX_WAITING_REQUESTS:
             self._count(counters.REQUESTS_REFUSED, counters.TOO_MANY)
             return
         fetch = Fetch(
@@ -219,7 +219,7 @@ class Consumer:
         self._peers.heard(peer)
         match message:
             case messages.Goodbye():
-                text = f"prefill engine left: address={address} reason={message.reason}"
+                text = f"prefill engine left: address={address} reason={message.reason!r}"
                 self._do(actions.Note(level="warning", transfer_id=TransferId(""), text=text))
                 self._lose(peer, counters.PEER_GOODBYE, now)
             case messages.Renewed():
@@ -236,6 +236,8 @@ class Consumer:
         elif isinstance(message, messages.Offer):
             self._offered(peer, fetch, message, now)
         else:
+            text = f"the prefill engine does not have it: request_id={fetch.request_id} reason={message.reason!r}"
+            self._do(actions.Note(level="info", transfer_id=message.transfer_id, text=text))
             self._gone(fetch, now)
 
     def _offered(self, peer: Peer, fetch: Fetch, offer: messages.Offer, now: float) -> None:

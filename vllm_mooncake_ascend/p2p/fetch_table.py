@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from vllm_mooncake_ascend.p2p import actions
-from vllm_mooncake_ascend.p2p.fetches import LISTENING, Fetch, FetchInput, FetchState, PeerKey
+from vllm_mooncake_ascend.p2p.fetches import UNALLOCATED, Fetch, FetchInput, FetchState, PeerKey
 from vllm_mooncake_ascend.p2p.law import Law
 from vllm_mooncake_ascend.p2p.timers import Timers
 from vllm_mooncake_ascend.types import RequestId
@@ -28,12 +28,17 @@ class FetchTable:
         self._do = do
         self._timers = timers
         self._fetches: dict[RequestId, Fetch] = {}
-        self.num_listening = 0
-        """Fetches that wait for a producer or a read."""
+        self._num_unallocated = 0
+        self._num_owed = 0
         self.num_pinned_blocks = 0
 
     def __len__(self) -> int:
         return len(self._fetches)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that vLLM holds back for us: it asks again and again, or waits for a report."""
+        return self._num_unallocated + self._num_owed
 
     def get(self, request_id: RequestId) -> Fetch | None:
         return self._fetches.get(request_id)
@@ -49,7 +54,7 @@ class FetchTable:
         self._law.check(before, what, after)
         if before is after:
             return
-        self.num_listening += (after in LISTENING) - (before in LISTENING)
+        self._num_unallocated += (after in UNALLOCATED) - (before in UNALLOCATED)
         if before is FetchState.UNKNOWN:
             self._fetches[fetch.request_id] = fetch
         elif after is FetchState.UNKNOWN:
@@ -58,6 +63,13 @@ class FetchTable:
             self._timers.drop(fetch.request_id)
         else:
             self._timers.set(fetch.request_id, deadline_s)
+
+    def owe(self, fetch: Fetch, loaded_block_ids: tuple[int, ...]) -> None:
+        """vLLM allocated blocks for remote KV, and waits from now on for one report."""
+        assert not fetch.owes_report, "vLLM waits for one report at a time"
+        fetch.owes_report = True
+        fetch.loaded_block_ids = loaded_block_ids
+        self._num_owed += 1
 
     def pin(self, fetch: Fetch) -> None:
         """Keep the blocks that remote KV is written to out of circulation."""
@@ -70,6 +82,7 @@ class FetchTable:
         """Tell vLLM how the receive ended, if it still waits for that."""
         if fetch.owes_report:
             fetch.owes_report = False
+            self._num_owed -= 1
             report = Report(request_id=fetch.request_id, ok=ok, block_ids=fetch.loaded_block_ids)
             self._do(actions.ReportReceive(report=report))
 

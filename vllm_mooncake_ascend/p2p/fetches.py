@@ -115,9 +115,7 @@ _REPORT = "report failed"
 FETCH_LAW: Law[FetchState, FetchInput] = Law(
     {
         _S.UNKNOWN: {
-            _I.ARRIVED: Cell(
-                "Hello to a new peer, Subscribe; refused where it cannot work", (_S.ASKING, _S.SPENT, _S.DOOMED)
-            ),
+            _I.ARRIVED: Cell("Hello to a new peer, Subscribe; refused where it cannot work", (_S.ASKING, _S.SPENT, _S.DOOMED)),
         },
         _S.ASKING: {
             _I.WELCOMED: Cell("nothing", (_S.ASKING,)),
@@ -208,5 +206,7 @@ FETCH_LAW: Law[FetchState, FetchInput] = Law(
 )
 """Law of a fetch at the consumer."""
 
-LISTENING = frozenset({_S.ASKING, _S.PENDING, _S.READY, _S.READING, _S.CONFIRMING})
+UNALLOCATED = frozenset({_S.ASKING, _S.PENDING, _S.READY})
+"""States in which vLLM has no blocks for the request yet."""
+LISTENING = UNALLOCATED | {_S.READING, _S.CONFIRMING}
 """States in which messages about a fetch, and the fate of its peer, matter."""

@@ -282,7 +282,7 @@ class Peers:
             return False
         for key in _due(peer.unanswered.items(), now):
             asked = peer.unanswered.pop(key)
-            if peer.readers or now - asked.first_sent_s < peer.lease_ttl_s:
+            if _is_worth_repeating(peer, key, now - asked.first_sent_s):
                 self._ask(peer, key, asked.message, now, first_sent_s=asked.first_sent_s)
         if peer.is_idle:
             self._hush(peer)
@@ -376,6 +376,12 @@ class Peers:
 
     def _count(self, name: str, reason: str = counters.NO_REASON) -> None:
         self._do(actions.Count(name=name, reason=reason))
+
+
+def _is_worth_repeating(peer: Peer, key: MessageKey, age_s: float) -> bool:
+    """A farewell is not, once the lease is over by itself; a question is, while somebody waits for the answer."""
+    lease_s = max(peer.lease_ttl_s, limits.PEER_ANSWER_S)
+    return age_s < lease_s if key[0] == "done" else bool(peer.readers)
 
 
 def _due(unanswered: Iterable[tuple[MessageKey, Unanswered]], now: float) -> list[MessageKey]:

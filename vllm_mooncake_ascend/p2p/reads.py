@@ -48,8 +48,7 @@ class Reads:
         if not offers.covers(fetch, event.num_local_tokens, end_token):
             self.refuse(fetch, event, now)
             return
-        fetch.owes_report = True
-        fetch.loaded_block_ids = event.loaded_block_ids
+        self._table.owe(fetch, event.loaded_block_ids)
         self._table.pin(fetch)
         self._peers.share(peer)
         order = ReadOrder(
@@ -71,8 +70,7 @@ class Reads:
         if fetch.state is not FetchState.DOOMED:
             self._count(counters.LOADS_FAILED, counters.CHANGED_MEANWHILE)
         self.leave(fetch, now, farewell="release")
-        fetch.owes_report = True
-        fetch.loaded_block_ids = event.loaded_block_ids
+        self._table.owe(fetch, event.loaded_block_ids)
         self._table.settle(fetch, FetchInput.ALLOCATED, ok=False)
 
     def stop(self, fetch: Fetch, what: FetchInput, now: float, *, farewell: str, reason: str) -> None:

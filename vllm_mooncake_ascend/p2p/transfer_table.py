@@ -29,6 +29,7 @@ class TransferTable:
         """When ENDED transfers are forgotten, oldest first."""
         self._num_awaited: dict[Incarnation, int] = {}
         """AWAITED transfers by the reader engine that asked first."""
+        self._num_all_awaited = 0
         self._timers: Timers[TransferId] = Timers()
 
     def __len__(self) -> int:
@@ -60,7 +61,7 @@ class TransferTable:
         return (
             self.has_room()
             and self._num_awaited.get(reader, 0) < limits.MAX_AWAITED_PER_READER
-            and sum(self._num_awaited.values()) < limits.MAX_AWAITED_TRANSFERS
+            and self._num_all_awaited < limits.MAX_AWAITED_TRANSFERS
         )
 
     def move(self, transfer: Transfer, what: TransferInput, after: TransferState, now: float) -> None:
@@ -104,6 +105,7 @@ class TransferTable:
 
     def _leave(self, transfer: Transfer, before: TransferState) -> None:
         if before is TransferState.AWAITED and transfer.awaited_by is not None:
+            self._num_all_awaited -= 1
             self._num_awaited[transfer.awaited_by] -= 1
             if self._num_awaited[transfer.awaited_by] == 0:
                 del self._num_awaited[transfer.awaited_by]
@@ -122,6 +124,7 @@ class TransferTable:
             assert len(self._transfers) <= limits.MAX_TRANSFERS
         match transfer.state:
             case TransferState.AWAITED if transfer.awaited_by is not None:
+                self._num_all_awaited += 1
                 self._num_awaited[transfer.awaited_by] = self._num_awaited.get(transfer.awaited_by, 0) + 1
             case TransferState.LEASED:
                 self._leased[transfer.transfer_id] = transfer
