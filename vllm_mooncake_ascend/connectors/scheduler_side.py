@@ -15,7 +15,8 @@ from vllm_mooncake_ascend.config import P2PConfig
 from vllm_mooncake_ascend.connectors import queue_spin, requests
 from vllm_mooncake_ascend.connectors.versions import HAS_FAILED_RECEIVES, BlockPins
 from vllm_mooncake_ascend.errors import RemoteProtocolError
-from vllm_mooncake_ascend.layout.plane import RankLayout
+from vllm_mooncake_ascend.layout import blocks
+from vllm_mooncake_ascend.layout.plane import GroupLayout, RankLayout
 from vllm_mooncake_ascend.p2p import actions, events
 from vllm_mooncake_ascend.runtime.clock import wall_s
 from vllm_mooncake_ascend.runtime.p2p_scheduler import P2PScheduler
@@ -39,6 +40,7 @@ class SchedulerSide:
             produces=transfer.is_kv_producer,
             consumes=transfer.is_kv_consumer,
         )
+        self._groups: tuple[GroupLayout, ...] = ()
         self._pins: BlockPins | None = None
         self._for_workers: list[Any] = []
         self._offered: dict[RequestId, TransferId] = {}
@@ -61,6 +63,7 @@ class SchedulerSide:
 
     def start(self, ranks: tuple[RankLayout, ...], fingerprint: dict[str, str]) -> None:
         """Open the side channel. Called once, after all workers registered their memory, before the first request."""
+        self._groups = ranks[0].groups
         self._shell.start(
             ranks,
             fingerprint,
@@ -113,7 +116,13 @@ class SchedulerSide:
                 num_local_tokens=num_local_tokens,
                 num_remote_tokens=num_remote_tokens,
                 block_ids=block_ids,
-                loaded_block_ids=self._loaded_blocks(block_ids, num_local_tokens, num_remote_tokens),
+                loaded_block_ids=tuple(
+                    block_id
+                    for group, table in zip(self._groups, block_ids, strict=True)
+                    for block_id in blocks.loaded_block_ids(
+                        group, num_local_tokens, num_local_tokens + num_remote_tokens, table
+                    )
+                ),
             )
         )
         self._apply_pending()
@@ -133,7 +142,12 @@ class SchedulerSide:
                 request_id=request_id,
                 has_kv=has_kv,
                 num_tokens=num_tokens if has_kv else 0,
-                block_ids=self._covering(block_ids, num_tokens) if has_kv else (),
+                block_ids=tuple(
+                    tuple(table[: blocks.num_blocks_for(num_tokens, group.tokens_per_block)])
+                    for group, table in zip(self._groups, block_ids, strict=True)
+                )
+                if has_kv
+                else (),
                 reason="" if has_kv else requests.end_reason(request),
             )
         )
@@ -206,11 +220,14 @@ class SchedulerSide:
         self._shell.check_peer_allowed(wish.address)
         request_id = requests.request_id(request)
         self._wanted[request_id] = 0
+        # Of a request that its API server refused vLLM tells by a stand-in: aborted at once, with a prompt of one token. It
+        # comes and goes as the reader that the transfer was for, so that prefill is freed (0.30+).
+        is_stand_in = getattr(request, "abort_immediately", False)
         self._shell.feed_consumer(
             events.RequestArrived(
                 request_id=request_id,
                 transfer=wish,
-                prompt_digest=requests.prompt_digest(request),
+                prompt_digest=wish.prompt_digest if is_stand_in else requests.prompt_digest(request),
                 num_prompt_tokens=requests.num_prompt_tokens(request),
             )
         )
@@ -226,20 +243,6 @@ class SchedulerSide:
             prompt_digest=requests.prompt_digest(request),
         )
         return params.issue(transfer, secret=self._config.secret, now_s=wall_s())
-
-    def _tokens_per_block(self) -> int:
-        return int(self._vllm_config.cache_config.block_size)
-
-    def _covering(self, block_ids: events.BlockTable, num_tokens: int) -> events.BlockTable:
-        num_blocks = -(-num_tokens // self._tokens_per_block())
-        return tuple(tuple(group[:num_blocks]) for group in block_ids)
-
-    def _loaded_blocks(self, block_ids: events.BlockTable, num_local_tokens: int, num_remote_tokens: int) -> tuple[int, ...]:
-        if num_remote_tokens == 0:
-            return ()
-        first = num_local_tokens // self._tokens_per_block()
-        end = -(-(num_local_tokens + num_remote_tokens) // self._tokens_per_block())
-        return tuple(block_id for group in block_ids for block_id in group[first:end])
 
     def _apply_pending(self) -> None:
         """Do what the machines ask of this thread (pins, names); keep what is the workers' for the next step."""
