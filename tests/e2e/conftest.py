@@ -16,7 +16,7 @@ import pytest
 from vllm_mooncake_ascend.cli import processes
 from vllm_mooncake_ascend.testing.engine_messages import EngineSpec
 from vllm_mooncake_ascend.testing.engine_pair import EnginePair, Reference
-from vllm_mooncake_ascend.testing.engine_process import EngineProcess, wait_all_ready
+from vllm_mooncake_ascend.testing.engine_process import EngineProcess, close_all, wait_all_ready
 
 ROOT = Path(__file__).resolve().parents[2]
 LOGS = ROOT / "build" / "logs" / "e2e"
@@ -58,17 +58,12 @@ def _starter(started: list[EngineProcess]) -> Start:
     return start
 
 
-def _closing(started: list[EngineProcess]) -> None:
-    for engine in started:
-        engine.close()
-
-
 @pytest.fixture
 def start() -> Iterator[Start]:
     """Starts extra engines of one test, without waiting for them; ends them afterwards."""
     started: list[EngineProcess] = []
     yield _starter(started)
-    _closing(started)
+    close_all(started)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +71,7 @@ def start_for_module() -> Iterator[Start]:
     """Starts engines that the tests of one module share."""
     started: list[EngineProcess] = []
     yield _starter(started)
-    _closing(started)
+    close_all(started)
 
 
 @pytest.fixture(scope="session")
@@ -91,7 +86,7 @@ def _session() -> Iterator[EnginePair]:
         pair.warm_up()
         yield pair
     finally:
-        _closing(started)
+        close_all(started)
 
 
 @pytest.fixture(scope="session")

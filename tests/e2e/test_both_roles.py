@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
+from vllm_mooncake_ascend import limits
 from vllm_mooncake_ascend.testing.engine_messages import Sampling
 from vllm_mooncake_ascend.testing.engine_pair import EnginePair, Reference, random_prompt
 from vllm_mooncake_ascend.testing.engine_process import EngineFailed, EngineProcess, wait_all_ready
@@ -65,6 +66,21 @@ def test_an_engine_given_its_own_transfer_answers_right(twins: tuple[EnginePair,
 
     assert pair.expected(prompt) == answer.text
     assert [{}, {}] == [pair.remains() for pair in twins]
+
+
+def test_an_engine_that_shuts_down_says_goodbye(start: Callable[..., EngineProcess], reference: Reference) -> None:
+    """Goal: a polite end is clean, and decode learns of it at once, not after a silence. Method: shut prefill down while
+    decode waits for it, and time the answer."""
+    prefill, decode = start("leaving-prefill", "tiny-gqa", "kv_producer"), start("left-decode", "tiny-gqa", "kv_consumer")
+    wait_all_ready([prefill, decode])
+    pair = EnginePair(prefill, decode, reference)
+    prompt = random_prompt("goodbye", NUM_TOKENS)
+    params = pair.early_params("goodbye")
+    running = decode.submit(prompt, params=params)
+
+    exit_code = prefill.close()
+
+    assert (0, pair.expected(prompt)) == (exit_code, running.result(timeout_s=limits.PEER_ANSWER_S).text)
 
 
 def test_a_side_channel_port_that_is_taken_ends_the_start(
