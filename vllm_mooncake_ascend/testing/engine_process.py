@@ -107,6 +107,8 @@ class EngineProcess:
         self._frames: FrameSocket | None = None
         self._inbox: queue.SimpleQueue[messages.Message | None] = queue.SimpleQueue()
         self._is_ready = False
+        self._is_asked_to_quit = False
+        self._exit_code = 0
 
     # --- the process ----------------------------------------------------------------------------------------------
 
@@ -134,6 +136,7 @@ class EngineProcess:
         self._frames = FrameSocket(ours)
         self._inbox = queue.SimpleQueue()
         self._is_ready = False
+        self._is_asked_to_quit = False
         threading.Thread(target=_collect, args=(self._frames, self._inbox), daemon=True).start()
         self._frames.send(self.spec)
 
@@ -171,23 +174,35 @@ class EngineProcess:
         self.kill()
         self.start()
 
-    def close(self) -> None:
-        """End the process: politely, then not; a second call does nothing."""
-        if self._process is None:
+    def ask_to_quit(self) -> None:
+        """Begin a polite end; `close` waits for it."""
+        if self._process is None or not self.is_alive or self._is_asked_to_quit:
             return
-        with contextlib.suppress(OSError):
-            self._process.send_signal(signal.SIGCONT)
-        if self._is_ready and self.is_alive:
+        self._process.send_signal(signal.SIGCONT)
+        if self._is_ready:
+            self._is_asked_to_quit = True
             with contextlib.suppress(EngineFailed, RequestRefused):
                 self.call(messages.Quit(), timeout_s=QUIT_TIMEOUT_S)
+
+    def close(self) -> int:
+        """End the process: politely, then not. A second call does nothing.
+
+        Returns:
+            How the process ended: 0 when it did so by itself.
+        """
+        self.ask_to_quit()
+        if self._process is None:
+            return 0
+        if self._is_asked_to_quit:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=QUIT_TIMEOUT_S)
         self.kill()
+        return self._exit_code
 
     def _drop_process(self) -> None:
         assert self._process is not None
         assert self._frames is not None
-        self._process.wait()
+        self._exit_code = self._process.wait()
         self._frames.close()
         self._process, self._frames = None, None
         self._requests.clear()
@@ -355,6 +370,14 @@ def wait_all_ready(engines: Sequence[EngineProcess]) -> None:
     """Wait for engines that were started together."""
     for engine in engines:
         engine.wait_ready()
+
+
+def close_all(engines: Sequence[EngineProcess]) -> None:
+    """End engines together; each of them takes seconds."""
+    for engine in engines:
+        engine.ask_to_quit()
+    for engine in engines:
+        engine.close()
 
 
 def _collect(frames: FrameSocket, inbox: queue.SimpleQueue[messages.Message | None]) -> None:
