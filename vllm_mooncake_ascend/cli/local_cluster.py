@@ -18,8 +18,8 @@ from vllm_mooncake_ascend.cli import processes
 from vllm_mooncake_ascend.cli.servers import PORT, ServerSpec
 from vllm_mooncake_ascend.errors import MooncakeAscendError
 
-READY_TIMEOUT_S = 300.0
-"""An engine with a small model is ready in 20 to 40 s on two quiet cores; three at once on a busy host took 120 s."""
+READY_TIMEOUT_S = 600.0
+"""An engine with a small model is ready in 20 to 40 s on two quiet cores; three at once beside busy neighbours took 190 s."""
 READY_POLL_S = 0.25
 ANSWER_TIMEOUT_S = 2.0
 MAX_PORT_TRIES = 3
