@@ -132,6 +132,17 @@ def test_smaller_kernel_blocks_are_counted_per_block() -> None:
     assert (TOKENS, 4) == (layout.groups[0].tokens_per_block, layout.groups[0].kernel_blocks_per_block)
 
 
+def test_a_layer_that_shares_anothers_kv_is_moved_once() -> None:
+    """Goal: vLLM lists layers that share KV in their group and gives both the one tensor. Method: two names, one cache."""
+    cache = torch.zeros(NUM_BLOCKS, HEADS, TOKENS, 2 * DIM)
+    group = KVCacheGroupSpec(layer_names=["layer0", "layer1"], kv_cache_spec=full_attention())
+    cache_config = KVCacheConfig(num_blocks=NUM_BLOCKS, kv_cache_tensors=[], kv_cache_groups=[group])
+
+    layout = read({"layer0": cache, "layer1": cache}, cache_config, device="cpu")
+
+    assert ["layer0/kv"] == [plane.name for plane in layout.planes]
+
+
 def test_groups_that_share_memory_share_one_region() -> None:
     """Goal: hybrid groups lie over the same bytes. Method: two groups, one storage."""
     cache = torch.zeros(NUM_BLOCKS, HEADS, TOKENS, 2 * DIM)

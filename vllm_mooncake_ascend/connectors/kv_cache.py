@@ -110,9 +110,7 @@ def read_rank_layout(
     planes: list[Plane] = []
     kernel_blocks = [1] * len(groups)
     for group_index, group in enumerate(groups):
-        for layer_name in group.layer_names:
-            if layer_name not in kv_caches:
-                continue
+        for layer_name in _own_layers(group, kv_caches):
             found = _layer_planes(layer_name, kv_caches[layer_name], group, rank, total_heads, device_type)
             planes.extend(msgspec.structs.replace(plane, group_index=group_index) for plane in found)
             kernel_blocks[group_index] = found[0].num_blocks // int(kv_cache_config.num_blocks)
@@ -134,6 +132,16 @@ def read_rank_layout(
         planes=tuple(planes),
         regions=_regions(kv_caches.values()),
     )
+
+
+def _own_layers(group: GroupDescription, kv_caches: dict[str, Any]) -> list[str]:
+    """The layers of a group that have KV of their own here: others are on another rank, or share an earlier layer's."""
+    owners: dict[tuple[object, ...], str] = {}
+    for layer_name in group.layer_names:
+        if layer_name in kv_caches:
+            memory = tuple((tensor.data_ptr(), *tensor.stride()) for tensor in _as_list(kv_caches[layer_name]))
+            owners.setdefault(memory, layer_name)
+    return list(owners.values())
 
 
 def _describe_group(group: Any) -> GroupDescription:
