@@ -11,11 +11,11 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: E402
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec  # noqa: E402
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 
-from vllm_mooncake_ascend.connectors import identity, plugin, support  # noqa: E402
-from vllm_mooncake_ascend.errors import ConfigError  # noqa: E402
+from vllm_mooncake_ascend.connectors import identity, plugin, support
+from vllm_mooncake_ascend.errors import ConfigError
 
 Make = Callable[..., Any]
 MODEL = Path(__file__).parents[2] / "build" / "models" / "tiny-gqa"
