@@ -16,7 +16,7 @@ import pytest
 from vllm_mooncake_ascend.cli import processes
 from vllm_mooncake_ascend.testing.engine_messages import EngineSpec
 from vllm_mooncake_ascend.testing.engine_pair import EnginePair, Reference
-from vllm_mooncake_ascend.testing.engine_process import EngineProcess, close_all, wait_all_ready
+from vllm_mooncake_ascend.testing.engine_process import EngineProcess, wait_all_ready
 
 ROOT = Path(__file__).resolve().parents[2]
 LOGS = ROOT / "build" / "logs" / "e2e"
@@ -58,12 +58,18 @@ def _starter(started: list[EngineProcess]) -> Start:
     return start
 
 
+def _kill(started: list[EngineProcess]) -> None:
+    """A polite end takes each engine ten seconds, and shows nothing here: `test_both_roles` looks at one."""
+    for engine in started:
+        engine.kill()
+
+
 @pytest.fixture
 def start() -> Iterator[Start]:
     """Starts extra engines of one test, without waiting for them; ends them afterwards."""
     started: list[EngineProcess] = []
     yield _starter(started)
-    close_all(started)
+    _kill(started)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +77,7 @@ def start_for_module() -> Iterator[Start]:
     """Starts engines that the tests of one module share."""
     started: list[EngineProcess] = []
     yield _starter(started)
-    close_all(started)
+    _kill(started)
 
 
 @pytest.fixture(scope="session")
@@ -86,7 +92,7 @@ def _session() -> Iterator[EnginePair]:
         pair.warm_up()
         yield pair
     finally:
-        close_all(started)
+        _kill(started)
 
 
 @pytest.fixture(scope="session")

@@ -107,7 +107,6 @@ class EngineProcess:
         self._frames: FrameSocket | None = None
         self._inbox: queue.SimpleQueue[messages.Message | None] = queue.SimpleQueue()
         self._is_ready = False
-        self._is_asked_to_quit = False
         self._exit_code = 0
 
     # --- the process ----------------------------------------------------------------------------------------------
@@ -116,7 +115,8 @@ class EngineProcess:
         """Start the process; does not wait for the engine."""
         assert self._process is None, f"{self.spec.name} runs already"
         ours, theirs = socket.socketpair()
-        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = self.log_path.parent / "scratch"
+        scratch.mkdir(parents=True, exist_ok=True)
         with theirs, self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 [
@@ -126,7 +126,7 @@ class EngineProcess:
                     str(theirs.fileno()),
                     str(os.getpid()),
                 ],
-                env={**os.environ, **ENVIRONMENT, **self._environment},
+                env={**os.environ, **ENVIRONMENT, "TMPDIR": str(scratch), **self._environment},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -136,7 +136,6 @@ class EngineProcess:
         self._frames = FrameSocket(ours)
         self._inbox = queue.SimpleQueue()
         self._is_ready = False
-        self._is_asked_to_quit = False
         threading.Thread(target=_collect, args=(self._frames, self._inbox), daemon=True).start()
         self._frames.send(self.spec)
 
@@ -174,28 +173,17 @@ class EngineProcess:
         self.kill()
         self.start()
 
-    def ask_to_quit(self) -> None:
-        """Begin a polite end; `close` waits for it."""
-        if self._process is None or not self.is_alive or self._is_asked_to_quit:
-            return
-        self._process.send_signal(signal.SIGCONT)
-        if self._is_ready:
-            self._is_asked_to_quit = True
-            with contextlib.suppress(EngineFailed, RequestRefused):
-                self.call(messages.Quit(), timeout_s=QUIT_TIMEOUT_S)
-
     def close(self) -> int:
-        """End the process: politely, then not. A second call does nothing.
+        """End the process politely, which takes seconds; if it does not end, kill it. A second call does nothing.
 
         Returns:
             How the process ended: 0 when it did so by itself.
         """
-        self.ask_to_quit()
         if self._process is None:
             return 0
-        if self._is_asked_to_quit:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(timeout=QUIT_TIMEOUT_S)
+        with contextlib.suppress(EngineFailed, subprocess.TimeoutExpired):
+            self.call(messages.Quit(), timeout_s=QUIT_TIMEOUT_S)
+            self._process.wait(timeout=QUIT_TIMEOUT_S)
         self.kill()
         return self._exit_code
 
@@ -370,14 +358,6 @@ def wait_all_ready(engines: Sequence[EngineProcess]) -> None:
     """Wait for engines that were started together."""
     for engine in engines:
         engine.wait_ready()
-
-
-def close_all(engines: Sequence[EngineProcess]) -> None:
-    """End engines together; each of them takes seconds."""
-    for engine in engines:
-        engine.ask_to_quit()
-    for engine in engines:
-        engine.close()
 
 
 def _collect(frames: FrameSocket, inbox: queue.SimpleQueue[messages.Message | None]) -> None:
