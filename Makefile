@@ -20,7 +20,7 @@ models: setup ## the models of demo and tests in build/models
 	@$(BIN)/python scripts/make_models.py
 
 check: setup ## format, lint, types, import rules, tidy, pure, simulation, proxy, cli: under a minute
-	@$(MAKE) --no-print-directory -j2 --output-sync=target lint types fast
+	@$(MAKE) --no-print-directory -j2 -k --output-sync=target lint types fast
 
 format: setup ## bring the format into order
 	@$(BIN)/ruff format -q . && $(BIN)/ruff check -q --fix .

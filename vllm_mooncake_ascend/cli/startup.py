@@ -39,9 +39,12 @@ class _Lines:
 
 def server_table(cluster: LocalCluster) -> Table:
     """All servers with their state."""
-    table = Table("server", "role", "URL", "state", "log")
+    table = Table()
+    for heading in ("server", "URL", "state"):
+        table.add_column(heading, no_wrap=True)
+    table.add_column("log", overflow="fold")
     for server in cluster.servers:
-        table.add_row(server.spec.name, server.spec.role, server.url, _state(server), str(server.child.log_path))
+        table.add_row(server.spec.name, server.url, _state(server), str(server.child.log_path))
     return table
 
 
