@@ -1,6 +1,7 @@
 # Everything that is done with this repository. Each target sets up what it needs; a second run finds it done.
 VENV ?= .venv
 SEEDS ?= 100000
+OLDEST := 0.27.1
 export VENV
 export HF_HUB_OFFLINE = 1
 BIN := $(VENV)/bin
@@ -8,7 +9,7 @@ PYTEST := $(BIN)/python -m pytest
 FAST := tests/tidy tests/pure tests/sim tests/proxy tests/cli
 
 .DEFAULT_GOAL := help
-.PHONY: help setup models check format lint types fast test sim contract e2e docs demo soak clean
+.PHONY: help setup models check format lint types fast test oldest sim contract e2e docs demo soak clean
 
 help: ## this list
 	@sed -n 's/^\([a-z0-9]*\):.*## /  make \1\t/p' Makefile | expand -t 18
@@ -36,6 +37,11 @@ fast: setup
 
 test: models ## the whole test suite but the soak, from nothing if need be
 	@$(PYTEST) -m "not soak"
+	@$(MAKE) --no-print-directory oldest
+
+oldest: setup ## the adapters against the oldest vLLM that is supported
+	@scripts/setup.sh --overlay $(OLDEST)
+	@PYTHONPATH=$(abspath $(VENV)/overlays/vllm-$(OLDEST)) $(PYTEST) -q tests/connector
 
 sim: setup ## the seeded simulation, SEEDS=100000 of them
 	@$(BIN)/python -m vllm_mooncake_ascend.testing.simulator --seeds $(SEEDS) --jobs 2
