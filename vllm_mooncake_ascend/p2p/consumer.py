@@ -155,6 +155,8 @@ class Consumer:
             reason = counters.NO_ROOM_FOR_PEER if peer is None else counters.PEER_INCOMPATIBLE
             self._count(counters.REQUESTS_REFUSED, reason)
             self._fail(fetch, FetchInput.ARRIVED, reason)
+            if peer is not None:
+                self._peers.decline(peer, fetch.ids, now)
             return
         self._peers.subscribe(peer, fetch.ids, now)
         self._table.move(fetch, FetchInput.ARRIVED, FetchState.ASKING, fetch.give_up_at_s)

@@ -115,7 +115,10 @@ _REPORT = "report failed"
 FETCH_LAW: Law[FetchState, FetchInput] = Law(
     {
         _S.UNKNOWN: {
-            _I.ARRIVED: Cell("Hello to a new peer, Subscribe; refused where it cannot work", (_S.ASKING, _S.SPENT, _S.DOOMED)),
+            _I.ARRIVED: Cell(
+                "Hello to a new peer, Subscribe; refused where it cannot work, a misfit's transfer released",
+                (_S.ASKING, _S.SPENT, _S.DOOMED),
+            ),
         },
         _S.ASKING: {
             _I.WELCOMED: Cell("nothing", (_S.ASKING,)),

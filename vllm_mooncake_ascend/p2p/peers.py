@@ -253,13 +253,15 @@ class Peers:
             return
         peer.unanswered.pop(("subscribe", *ids), None)
         if farewell == "release":
-            message = messages.Release(
-                incarnation=self._incarnation, expected=peer.key[1], transfer_id=ids[0], request_id=ids[1]
-            )
-            self._ask(peer, ("done", *ids), message, now)
+            self._say_released(peer, ids, now)
         elif farewell == "read_failed":
             self._say_done(peer, ids, now, ok=False)
         peer.used_at_s = now
+        self._settle(peer)
+
+    def decline(self, peer: Peer, ids: ReaderIds, now: float) -> None:
+        """Never become a reader: say at once that nothing of the transfer is needed."""
+        self._say_released(peer, ids, now)
         self._settle(peer)
 
     def share(self, peer: Peer) -> None:
@@ -267,6 +269,10 @@ class Peers:
         if not peer.is_shared:
             peer.is_shared = True
             self._do(actions.ShareLayout(peer=PeerRanks(incarnation=peer.key[1], ranks=peer.ranks)))
+
+    def _say_released(self, peer: Peer, ids: ReaderIds, now: float) -> None:
+        message = messages.Release(incarnation=self._incarnation, expected=peer.key[1], transfer_id=ids[0], request_id=ids[1])
+        self._ask(peer, ("done", *ids), message, now)
 
     def _say_done(self, peer: Peer, ids: ReaderIds, now: float, *, ok: bool) -> None:
         message = messages.ReadDone(
