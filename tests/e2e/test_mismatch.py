@@ -77,13 +77,6 @@ def test_policy_fail_ends_the_request_with_an_error(failing: EnginePair) -> None
     assert 0 == failing.decode.state().num_requests
 
 
-def test_policy_fail_loads_what_fits(pair: EnginePair, failing: EnginePair) -> None:
-    """Goal: the policy changes failures only. Method: the shared prefill engine before the strict decode engine."""
-    fitting = EnginePair(pair.prefill, failing.decode, failing.reference)
-
-    assert {} == fitting.wrong_answers([random_prompt("policy fits", NUM_TOKENS)])
-
-
 def test_a_peer_outside_this_host_is_not_connected_to(pair: EnginePair) -> None:
     """Goal: a client cannot make decode connect to hosts of its choice. Method: real params with other addresses."""
     prompt = random_prompt("elsewhere", NUM_TOKENS)
@@ -109,3 +102,11 @@ def test_params_sent_to_the_wrong_role_are_ignored(pair: EnginePair) -> None:
     expected = pair.expected(prompt)
     assert (expected, expected, None) == (on_prefill.text, on_decode.text, on_decode.kv_transfer_params)
     pair.release(params)
+
+
+def test_policy_fail_loads_what_fits(pair: EnginePair, failing: EnginePair) -> None:
+    """Goal: the policy changes failures only. Method: the shared prefill engine before the strict decode engine."""
+    fitting = EnginePair(pair.prefill, failing.decode, failing.reference)
+
+    assert {} == fitting.wrong_answers([random_prompt("policy fits", NUM_TOKENS)])
+    fitting.decode.kill()  # and with it its connections to the shared engine
