@@ -264,6 +264,18 @@ def test_a_producer_that_is_not_allowed_is_never_connected_to() -> None:
     assert "listed in `peers`" in reason
 
 
+def test_an_address_zmq_does_not_take_costs_only_that_peer() -> None:
+    """Goal: no peer's address ends the thread, or keeps it from ending. Method: an odd zone, then a good producer."""
+    producer, owner = RecordingOwner(), RecordingOwner()
+    with channel(producer) as listening, channel(owner, host=None) as asking:
+        asking.submit(to_producer(PeerAddress("[::1%a b]:4100")))
+        _, reason = owner.lost.get(timeout=WAIT_S)
+        asking.submit(to_producer(listening.address))
+        assert HELLO == producer.from_readers.get(timeout=WAIT_S)[1]
+    assert "no socket to it could be made" == reason
+    assert not asking._thread.is_alive()
+
+
 def test_a_timer_is_asked_for_again_when_woken() -> None:
     """Goal: an earlier timer is not slept over. Method: no timer at all, then a wake."""
     owner = RecordingOwner()

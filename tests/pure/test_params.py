@@ -103,6 +103,8 @@ def test_a_body_of_any_shape_gives_a_meaning_or_a_refusal(body: object) -> None:
         ({"remote_host": "tcp://10.0.0.1"}, "'remote_host'] must be an IP address or a host name"),
         ({"remote_host": "10.0.0.1;10.0.0.2"}, "'remote_host'] must be an IP address or a host name"),
         ({"remote_host": "[::1]"}, "'remote_host'] must be an IP address or a host name"),
+        ({"remote_host": "::1%a b"}, "'remote_host'] must be an IP address or a host name"),
+        ({"remote_host": "fe80::1%eth0/x"}, "'remote_host'] must be an IP address or a host name"),
         ({"remote_port": 0}, "'remote_port'] must be 1 to 65535"),
         ({"remote_port": 65_536}, "'remote_port'] must be 1 to 65535"),
         ({"remote_port": True}, "'remote_port'] must be 1 to 65535"),

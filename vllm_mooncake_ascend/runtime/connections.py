@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Iterator
 
 import zmq
@@ -19,6 +20,8 @@ from vllm_mooncake_ascend.runtime.address_policy import AddressPolicy
 from vllm_mooncake_ascend.runtime.curve import CurveKeys
 from vllm_mooncake_ascend.types import PeerAddress
 from vllm_mooncake_ascend.wire import params
+
+logger = logging.getLogger(__name__)
 
 GRACE_S = 1.0
 """A connection may be down this long; a producer that only restarts its network is back sooner, a dead one is not."""
@@ -82,7 +85,11 @@ class Connections:
                 return "not_allowed"
             if len(self._connections) >= limits.MAX_PEERS:
                 return "queue_full"
-            self._connections[peer] = self._connect(peer, host, now_s)
+            try:
+                self._connections[peer] = self._connect(peer, host, now_s)
+            except zmq.ZMQError as error:  # an address ZMQ does not take, or no descriptor is left: the peer's loss, not ours
+                logger.error("no socket to a peer could be made: peer=%s error=%s", peer, error)
+                return "no_route"
         try:
             self._connections[peer].socket.send(frame, zmq.NOBLOCK)
         except zmq.Again:
@@ -143,6 +150,18 @@ class Connections:
 
     def _connect(self, peer: PeerAddress, host: str, now_s: float) -> _Connection:
         dealer = self._context.socket(zmq.DEALER)
+        try:
+            monitor = self._set_up(dealer, peer, host)
+        except zmq.ZMQError:
+            dealer.close(0)  # the context could not end otherwise
+            raise
+        for polled in (dealer, monitor):
+            self._owners[polled] = peer
+            self._poller.register(polled, zmq.POLLIN)
+        return _Connection(socket=dealer, monitor=monitor, down_since_s=now_s)
+
+    def _set_up(self, dealer: zmq.Socket[bytes], peer: PeerAddress, host: str) -> zmq.Socket[bytes]:
+        """Connect a socket that is watched; returns its monitor."""
         dealer.sndhwm = SEND_QUEUE_MESSAGES
         dealer.maxmsgsize = limits.MAX_MESSAGE_BYTES
         dealer.reconnect_ivl = RECONNECT_MS
@@ -150,8 +169,10 @@ class Connections:
         if self._keys is not None:
             self._keys.apply_to_client(dealer)
         monitor = dealer.get_monitor_socket(_WATCHED)
-        dealer.connect(f"tcp://{peer}")
-        for polled in (dealer, monitor):
-            self._owners[polled] = peer
-            self._poller.register(polled, zmq.POLLIN)
-        return _Connection(socket=dealer, monitor=monitor, down_since_s=now_s)
+        try:
+            dealer.connect(f"tcp://{peer}")
+        except zmq.ZMQError:
+            dealer.disable_monitor()
+            monitor.close(0)
+            raise
+        return monitor

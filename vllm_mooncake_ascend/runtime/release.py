@@ -54,7 +54,8 @@ def send_release(
     connections = Connections(context, poller, policy, curve_keys(secret))
     try:
         end_s = boot_s() + timeout_s
-        connections.send(transfer.address, codec.encode(release), boot_s())
+        if connections.send(transfer.address, codec.encode(release), boot_s()):
+            return False
         return _is_answered(connections, poller, end_s)
     finally:
         connections.close_all()

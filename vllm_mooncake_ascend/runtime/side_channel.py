@@ -43,6 +43,12 @@ FRAMES_PER_TURN = 256
 MIN_WAIT_S = 0.001
 """Floor of a wait for a timer, so that a timer that stays due cannot make the thread spin."""
 
+_HOPELESS = {
+    "not_allowed": "it is neither this host nor listed in `peers`",
+    "no_route": "no socket to it could be made",
+}
+"""Why nothing can be sent to a producer, however often it is tried."""
+
 Outgoing = actions.SendToReader | actions.SendToProducer | actions.ClosePeer
 
 
@@ -260,8 +266,8 @@ class SideChannel:
         if isinstance(outgoing, actions.SendToReader):
             return "no_route" if self._listener is None else self._listener.send(outgoing.peer, frame)
         dropped = self._connections.send(outgoing.peer, frame, boot_s())
-        if dropped == "not_allowed":
-            self._owner.peer_disconnected(outgoing.peer, "it is neither this host nor listed in `peers`")
+        if dropped in _HOPELESS:
+            self._owner.peer_disconnected(outgoing.peer, _HOPELESS[dropped])
         return dropped
 
     def _say_goodbye(self) -> None:

@@ -48,6 +48,8 @@ class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,252})")
+_ZONE = re.compile(r"[A-Za-z0-9._-]{1,15}")
+"""Of an IPv6 address: an interface. `ipaddress` takes anything for one, ZMQ does not."""
 _DIGEST = re.compile(r"([0-9a-fA-F]{64})?")
 _SIGNED = (
     "transfer_id",
@@ -166,12 +168,14 @@ def _host(params: Mapping[str, Any]) -> str:
     """An IP address or a host name: nothing else may become part of a socket's address."""
     value = _text(params, "remote_host")
     try:
-        ipaddress.ip_address(value)
-    except ValueError as error:
-        if not _HOST_NAME.fullmatch(value):
-            raise RemoteProtocolError(
-                f"kv_transfer_params['remote_host'] must be an IP address or a host name, got {_shown(value)}"
-            ) from error
+        zone = getattr(ipaddress.ip_address(value), "scope_id", None)
+        is_host = zone is None or _ZONE.fullmatch(zone) is not None
+    except ValueError:
+        is_host = _HOST_NAME.fullmatch(value) is not None
+    if not is_host:
+        raise RemoteProtocolError(
+            f"kv_transfer_params['remote_host'] must be an IP address or a host name, got {_shown(value)}"
+        )
     return value
 
 
