@@ -20,16 +20,16 @@ SECRET = b"a secret of the cluster, long enough"
 
 @pytest.mark.parametrize("secret", [None, SECRET])
 async def test_a_release_frees_the_blocks_of_its_transfer(secret: bytes | None) -> None:
-    """Goal: prefill lets go at once, with and without a cluster secret. Method: pinned blocks before and after."""
+    """Goal: prefill lets go at once, with and without a cluster secret. Method: leases before and after."""
     async with SideChannelPeer(keys=curve_keys(secret)) as engine:
         sender = Farewells(secret)
         params = engine.end_prefill("t1")
         engine.end_prefill("t2")
-        before = engine.machine.num_pinned_blocks
+        before = engine.machine.num_leases
         await sender.release(params)
         await sender.close()
 
-        assert (8, 4) == (before, engine.machine.num_pinned_blocks)
+        assert (2, 1) == (before, engine.machine.num_leases)
 
 
 async def test_a_release_does_not_disturb_a_reader() -> None:

@@ -101,10 +101,6 @@ class Transfer:
     end_reason: str = ""
     """Why an ENDED transfer ended, in words for a reader."""
 
-    @property
-    def num_pinned_blocks(self) -> int:
-        return sum(map(len, self.pins))
-
     def unfinished(self) -> list[tuple[ReaderKey, Reader]]:
         """Readers that may still want the blocks."""
         return [(key, reader) for key, reader in self.readers.items() if not reader.is_done]

@@ -20,6 +20,7 @@ from vllm_mooncake_ascend.layout.plane import RankLayout
 from vllm_mooncake_ascend.p2p import actions, counters, events
 from vllm_mooncake_ascend.p2p.law import Law
 from vllm_mooncake_ascend.p2p.leases import GONE_TEXTS, TRANSFER_LAW, Reader, ReaderKey, Transfer, TransferInput, TransferState
+from vllm_mooncake_ascend.p2p.pins import Pins
 from vllm_mooncake_ascend.p2p.settings import ProducerSettings
 from vllm_mooncake_ascend.p2p.transfer_table import TransferTable
 from vllm_mooncake_ascend.types import Incarnation, RequestId, TransferId
@@ -51,7 +52,7 @@ class Producer:
         self._table = TransferTable(settings, law)
         self._prefills: dict[RequestId, Transfer] = {}
         """RUNNING transfers by the request whose prefill runs."""
-        self._num_pinned_blocks = 0
+        self._pins = Pins()
         self._actions: list[actions.ProducerAction] = []
 
     # --- what the shell calls -----------------------------------------------------------------------------------------
@@ -84,7 +85,7 @@ class Producer:
 
     @property
     def num_pinned_blocks(self) -> int:
-        return self._num_pinned_blocks
+        return len(self._pins)
 
     @property
     def num_waiting_readers(self) -> int:
@@ -328,26 +329,25 @@ class Producer:
     def _pin(self, transfer: Transfer, block_ids: events.BlockTable, now: float) -> bool:
         """Pin what is not pinned yet of a table; False when the bound does not allow it, and nothing is pinned then."""
         wanted = transfer.unpinned_blocks(block_ids)
-        room = self._settings.max_pinned_blocks - len(wanted)
-        for oldest in self._table.leased if self._num_pinned_blocks > room >= 0 else ():
+        most = self._settings.max_pinned_blocks
+        for oldest in self._table.leased if len(wanted) <= most < self._pins.would_be(wanted) else ():
             if oldest.state is TransferState.LEASED and oldest.promised_until_s() <= now:
                 self._end(oldest, TransferInput.LAPSED, counters.CAPACITY, now)
-            if self._num_pinned_blocks <= room:
-                break
-        if self._num_pinned_blocks > room:
+                if self._pins.would_be(wanted) <= most:
+                    break
+        if self._pins.would_be(wanted) > most:
             return False
         if wanted:
             transfer.pins.append(wanted)
-            self._num_pinned_blocks += len(wanted)
+            self._pins.add(wanted)
             self._do(actions.PinBlocks(transfer_id=transfer.transfer_id, block_ids=wanted))
         return True
 
     def _unpin(self, transfer: Transfer) -> None:
         for block_ids in transfer.pins:
+            self._pins.remove(block_ids)
             self._do(actions.UnpinBlocks(transfer_id=transfer.transfer_id, block_ids=block_ids))
-        self._num_pinned_blocks -= transfer.num_pinned_blocks
         transfer.pins = []
-        assert self._num_pinned_blocks >= 0, "more blocks were unpinned than pinned"
 
     def _end(self, transfer: Transfer, what: TransferInput, reason: str, now: float, text: str = "") -> None:
         """The one end of a transfer whose prefill has ended: unpin, tell who still waits, remember the verdicts."""
