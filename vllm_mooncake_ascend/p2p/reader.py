@@ -9,7 +9,8 @@ waits behind the whole of another. It must not know engines, plans, threads or c
     STOPPING   a call of it is under way, and no other will start
 
 Each order is answered by exactly one EndRead, and none before its call under way has ended: only then is it certain that
-no further byte is asked for. An order that was cancelled before it came is refused; one that comes again is ignored.
+no further byte is asked for. An order that was cancelled before it came is refused; one that comes again is ignored: the same
+transfer for the same request. A request id alone may come again, for another transfer, once its first request has ended.
 """
 
 from __future__ import annotations
@@ -107,8 +108,8 @@ class Reader:
         self._reads: dict[RequestId, Read] = {}
         """In order of turns."""
         self._calling: Read | None = None
-        self._memory: dict[RequestId, bool] = {}
-        """Requests whose read has ended (True) or was cancelled before it was known (False); oldest first."""
+        self._memory: dict[RequestId, TransferId | None] = {}
+        """The transfer of each request's read that has ended, None: cancelled before it was known; oldest first."""
         self._timers: Timers[RequestId] = Timers()
         self._actions: list[actions.ReaderAction] = []
 
@@ -143,10 +144,10 @@ class Reader:
     # --- orders -------------------------------------------------------------------------------------------------------
 
     def _planned(self, event: events.ReadPlanned, now: float) -> None:
-        if self._is_repeated(event.request_id):
+        if self._is_repeated(event):
             return
         read = Read(transfer_id=event.transfer_id, request_id=event.request_id, num_calls=event.num_calls)
-        if self._memory.get(event.request_id) is False:
+        if self._memory.get(event.request_id, event.transfer_id) is None:
             self._end(read, ReadInput.PLANNED, Outcome.REFUSED, "it was cancelled before it began", now)
         elif event.num_calls == 0:
             self._end(read, ReadInput.PLANNED, Outcome.DONE, "", now)
@@ -156,12 +157,12 @@ class Reader:
             self._move(read, ReadInput.PLANNED, ReadState.QUEUED)
 
     def _refused(self, event: events.ReadRefused, now: float) -> None:
-        if not self._is_repeated(event.request_id):
+        if not self._is_repeated(event):
             read = Read(transfer_id=event.transfer_id, request_id=event.request_id, num_calls=0)
             self._end(read, ReadInput.REFUSED, Outcome.REFUSED, event.reason, now)
 
-    def _is_repeated(self, request_id: RequestId) -> bool:
-        is_repeated = request_id in self._reads or self._memory.get(request_id) is True
+    def _is_repeated(self, event: events.ReadPlanned | events.ReadRefused) -> bool:
+        is_repeated = event.request_id in self._reads or self._memory.get(event.request_id) == event.transfer_id
         if is_repeated:
             self._count(counters.ORDERS_IGNORED)
         return is_repeated
@@ -171,7 +172,7 @@ class Reader:
         if read is not None:
             self._stop(read, ReadInput.CANCELLED, "it was cancelled", now)
         elif request_id not in self._memory:
-            self._remember(request_id, has_ended=False)
+            self._remember(request_id, None)
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
@@ -225,7 +226,7 @@ class Reader:
         assert self._calling is not read, "a read does not end while its call is under way"
         self._reads.pop(read.request_id, None)
         self._timers.drop(read.request_id)
-        self._remember(read.request_id, has_ended=True)
+        self._remember(read.request_id, read.transfer_id)
         self._move(read, what, ReadState.UNKNOWN)
         self._actions.append(
             actions.EndRead(
@@ -242,9 +243,9 @@ class Reader:
             )
         )
 
-    def _remember(self, request_id: RequestId, *, has_ended: bool) -> None:
+    def _remember(self, request_id: RequestId, transfer_id: TransferId | None) -> None:
         self._memory.pop(request_id, None)
-        self._memory[request_id] = has_ended
+        self._memory[request_id] = transfer_id
         if len(self._memory) > limits.MAX_REMEMBERED_READS:
             del self._memory[next(iter(self._memory))]
 

@@ -159,6 +159,7 @@ class ReadRunner:
             )
         if counters.ORDERS_IGNORED in self._feed(event):  # it came again after it had ended
             self._open.pop(order.request_id, None)
+            self._plans.drop(order.request_id)
 
     def _read(self, call: Call) -> ReadResult:
         """One engine call. Engines do not raise for what peers do; if one does, nothing is known of its bytes."""
