@@ -188,7 +188,7 @@ class ConsumerStage(Stage):
     def end_request(self, request_id: str = R) -> list[Any]:
         return self.feed(events.RequestEnded(request_id=RequestId(request_id)))
 
-    def until(self, state: str, **settings: Any) -> None:
+    def until(self, state: str) -> None:
         """Bring request r to a state by the shortest way."""
         steps = {
             "asking": self.arrive,
