@@ -165,7 +165,7 @@ class SchedulerSide:
                 self._shell.feed_producer(events.PrefillPreempted(request_id=RequestId(request_id)))
         runs_something = scheduler_output.total_num_scheduled_tokens > 0
         pending = self._take_for_workers()
-        if not pending and not runs_something and self._wanted and self._may_sleep and not any(self._steps_in_flight):
+        if not pending and not runs_something and self._is_waiting and not any(self._steps_in_flight):
             self._shell.wait(self._config.empty_step_wait_s)
             pending = self._take_for_workers()
         self._steps_in_flight.append(runs_something)
@@ -198,6 +198,12 @@ class SchedulerSide:
         self._shell.close()
 
     # --- inside ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_waiting(self) -> bool:
+        """vLLM steps again and again for requests that cannot run: their KV is not here, a read of an aborted one has not
+        ended, or leases hold the blocks they need. Never on one rank of several that step together."""
+        return self._may_sleep and bool(self._wanted or self._offered or self._shell.waits_for_peers())
 
     def _offer(self, request: Any, wish: params.RemoteDecode) -> None:
         if not self._vllm_config.kv_transfer_config.is_kv_producer:
@@ -265,12 +271,18 @@ class SchedulerSide:
 
 def _worker_step(pending: list[Any]) -> WorkerStep:
     by_kind: dict[type, list[Any]] = {}
+    is_known: dict[str, bool] = {}
     for action in pending:
         by_kind.setdefault(type(action), []).append(action)
+        if isinstance(action, actions.ShareLayout):
+            is_known[action.peer.incarnation] = True
+        elif isinstance(action, actions.ForgetLayout):
+            is_known[action.incarnation] = False
     return WorkerStep(
         peers=tuple(action.peer for action in by_kind.get(actions.ShareLayout, ())),
         reads=tuple(action.order for action in by_kind.get(actions.OrderRead, ())),
         cancels=tuple(action.request_id for action in by_kind.get(actions.CancelRead, ())),
-        forget=tuple(Incarnation(action.incarnation) for action in by_kind.get(actions.ForgetLayout, ())),
+        # A worker forgets last: a peer that was forgotten and met again between two steps must not be among these.
+        forget=tuple(Incarnation(incarnation) for incarnation, stays in is_known.items() if not stays),
         reports=tuple(action.report for action in by_kind.get(actions.ReportReceive, ())),
     )

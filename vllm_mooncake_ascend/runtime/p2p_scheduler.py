@@ -228,9 +228,10 @@ class P2PScheduler:
     @contextlib.contextmanager
     def _waking_control_thread(self) -> Iterator[None]:
         """The control thread sleeps until the earliest timer it knows: tell it when an event brought an earlier one."""
-        before_s = self._driver.next_timer_s()
-        yield
-        after_s = self._driver.next_timer_s()
+        with self._driver.lock:  # else the control thread could take the earlier timer for done and sleep past the new one
+            before_s = self._driver.next_timer_s()
+            yield
+            after_s = self._driver.next_timer_s()
         if after_s is not None and (before_s is None or after_s < before_s):
             self._started.wake()
 
