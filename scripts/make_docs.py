@@ -9,7 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-PAGES = {"configuration.md": "vllm_mooncake_ascend.config", "metrics.md": "vllm_mooncake_ascend.metrics"}
+PAGES = {
+    "configuration.md": "vllm_mooncake_ascend.config",
+    "metrics.md": "vllm_mooncake_ascend.metrics",
+    "protocol.md": "vllm_mooncake_ascend.testing.protocol_page",
+}
 """Page -> the module that prints it when run."""
 
 

@@ -107,7 +107,9 @@ class Fetch:
 
 _S, _I = FetchState, FetchInput
 _FAILED = (_S.SPENT, _S.DOOMED)
-_WAITS = "release; SPENT, or DOOMED when vLLM is to fail the request"
+_REFUSE = "release; doomed when vLLM is to fail the request"
+_LOSE = "doomed when vLLM is to fail the request"
+_MISFIT = "release to a misfit; doomed when vLLM is to fail the request"
 _LEAVE = "release"
 _STOP = "release, CancelRead"
 _REPORT = "report failed"
@@ -126,13 +128,13 @@ FETCH_LAW: Law[FetchState, FetchInput] = Law(
             _I.OFFERED_READY: Cell(
                 "keep the offer; refuse another prompt or an offer that makes no sense", (_S.READY, _S.PENDING, *_FAILED)
             ),
-            _I.GONE: Cell(_WAITS, _FAILED),
-            _I.PEER_LOST: Cell(_WAITS, _FAILED),
-            _I.PEER_REPLACED: Cell(_WAITS, _FAILED),
+            _I.GONE: Cell(_REFUSE, _FAILED),
+            _I.PEER_LOST: Cell(_LOSE, _FAILED),
+            _I.PEER_REPLACED: Cell(_MISFIT, _FAILED),
             _I.ALLOCATED: Cell("release, report failed: vLLM did not wait for our answer", (_S.SPENT,)),
             _I.NOT_ALLOCATED: Cell(_LEAVE, (_S.SPENT,)),
             _I.ENDED: Cell(_LEAVE, (_S.UNKNOWN,)),
-            _I.LATE: Cell(_WAITS, _FAILED),
+            _I.LATE: Cell(_REFUSE, _FAILED),
         },
         _S.PENDING: {
             _I.WELCOMED: Cell("use the offer if there is one", (_S.PENDING, _S.READY, *_FAILED)),
@@ -140,20 +142,20 @@ FETCH_LAW: Law[FetchState, FetchInput] = Law(
             _I.OFFERED_READY: Cell(
                 "keep the offer; refuse another prompt or an offer that makes no sense", (_S.READY, _S.PENDING, *_FAILED)
             ),
-            _I.GONE: Cell(_WAITS, _FAILED),
-            _I.PEER_LOST: Cell(_WAITS, _FAILED),
-            _I.PEER_REPLACED: Cell(_WAITS, _FAILED),
+            _I.GONE: Cell(_REFUSE, _FAILED),
+            _I.PEER_LOST: Cell(_LOSE, _FAILED),
+            _I.PEER_REPLACED: Cell(_MISFIT, _FAILED),
             _I.ALLOCATED: Cell("release, report failed: vLLM did not wait for our answer", (_S.SPENT,)),
             _I.NOT_ALLOCATED: Cell(_LEAVE, (_S.SPENT,)),
             _I.ENDED: Cell(_LEAVE, (_S.UNKNOWN,)),
-            _I.LATE: Cell(_WAITS, _FAILED),
+            _I.LATE: Cell(_REFUSE, _FAILED),
         },
         _S.READY: {
             _I.OFFERED_PENDING: Cell("nothing: it is older", (_S.READY,)),
             _I.OFFERED_READY: Cell("nothing: the same", (_S.READY,)),
-            _I.GONE: Cell(_WAITS, _FAILED),
-            _I.PEER_LOST: Cell(_WAITS, _FAILED),
-            _I.PEER_REPLACED: Cell(_WAITS, _FAILED),
+            _I.GONE: Cell(_REFUSE, _FAILED),
+            _I.PEER_LOST: Cell(_LOSE, _FAILED),
+            _I.PEER_REPLACED: Cell(_MISFIT, _FAILED),
             _I.ALLOCATED: Cell("pin, ShareLayout once, OrderRead; report failed beyond the offer", (_S.READING, _S.SPENT)),
             _I.NOT_ALLOCATED: Cell(_LEAVE, (_S.SPENT,)),
             _I.ENDED: Cell(_LEAVE, (_S.UNKNOWN,)),
@@ -162,8 +164,8 @@ FETCH_LAW: Law[FetchState, FetchInput] = Law(
             _I.OFFERED_PENDING: Cell("nothing: it is older", (_S.READING,)),
             _I.OFFERED_READY: Cell("nothing: the same", (_S.READING,)),
             _I.GONE: Cell(_STOP, (_S.STOPPING,)),
-            _I.PEER_LOST: Cell(_STOP, (_S.STOPPING,)),
-            _I.PEER_REPLACED: Cell(_STOP, (_S.STOPPING,)),
+            _I.PEER_LOST: Cell("CancelRead", (_S.STOPPING,)),
+            _I.PEER_REPLACED: Cell("CancelRead; release to a misfit", (_S.STOPPING,)),
             _I.RANK_FAILED: Cell("ReadDone(not ok), CancelRead", (_S.STOPPING,)),
             _I.READ_DONE: Cell("ReadDone(ok)", (_S.CONFIRMING,)),
             _I.READ_FAILED: Cell("ReadDone(not ok), unpin, report failed", (_S.SPENT,)),
