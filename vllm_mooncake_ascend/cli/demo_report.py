@@ -189,5 +189,6 @@ def _shortened(text: str, length: int = 34) -> str:
 NOTES = (
     "TTFT: time to first token through proxy, prefill and decode; colocated: the same prompt on one plain vLLM engine.",
     "*  not streamed, so the first token arrives with the whole answer.",
-    "~  sent at the same time as others: this request's share of what they moved together, by prompt tokens.",
+    "~  sent at the same time as others: this request's share of what they moved together, by prompt tokens. Seconds of reads",
+    "   that ran beside each other add up, so GB/s is what one of them saw, not what the wire carried.",
 )
