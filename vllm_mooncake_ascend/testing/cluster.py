@@ -1,7 +1,7 @@
 """Real vLLM servers and proxies for end-to-end tests, on loopback, with means to harm them.
 
-`launch` and `demo` use the same `LocalCluster`; what is here beyond it is only for tests: killing, freezing and restarting
-a server on its old port, and reading metrics without an event loop.
+`launch` and `demo` use the same `LocalCluster`; what is here beyond it is only for tests: killing a server, restarting it on
+its old port, and reading its metrics without an event loop.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from vllm_mooncake_ascend.cli import servers
 from vllm_mooncake_ascend.cli.local_cluster import LocalCluster, Server, ServerFailed
-from vllm_mooncake_ascend.cli.processes import live_group, stop_all
+from vllm_mooncake_ascend.cli.processes import stop_all
 from vllm_mooncake_ascend.cli.scrape import totals_of
 from vllm_mooncake_ascend.cli.servers import ServerSpec
 
@@ -24,13 +24,10 @@ __all__ = [
     "ServerFailed",
     "ServerSpec",
     "engine_spec",
-    "freeze",
-    "group_pids",
     "kill",
     "metrics",
     "proxy_spec",
     "restart",
-    "thaw",
 ]
 
 ENGINE_ARGUMENTS = (
@@ -75,25 +72,10 @@ def kill(server: Server) -> None:
     server.child.reap()
 
 
-def freeze(server: Server) -> None:
-    """Stop all its processes where they are: the peer that neither answers nor closes."""
-    server.child.signal(signal.SIGSTOP)
-
-
-def thaw(server: Server) -> None:
-    """Let a frozen server go on."""
-    server.child.signal(signal.SIGCONT)
-
-
 def restart(server: Server) -> None:
     """End the server if it still runs and start it again on the port it had; wait with `LocalCluster.wait_ready`."""
     stop_all([server.child])
     server.start(port=server.port)
-
-
-def group_pids(server: Server) -> list[int]:
-    """Ids of all live processes of the server: the leader, the engine core, the workers."""
-    return live_group(server.child.pid)
 
 
 def metrics(server: Server) -> dict[str, float]:
