@@ -9,6 +9,7 @@ import dataclasses
 
 import pytest
 
+from vllm_mooncake_ascend.testing.simulator.__main__ import main
 from vllm_mooncake_ascend.testing.simulator.plan import Accident
 from vllm_mooncake_ascend.testing.simulator.runner import explain, run_many, run_seeds, shrink
 from vllm_mooncake_ascend.testing.simulator.themes import THEMES, draw
@@ -31,6 +32,13 @@ def test_a_seed_is_one_world_for_ever() -> None:
     plan = draw(3, "wild")
 
     assert explain(plan, Machines()) == explain(plan, Machines())
+
+
+def test_the_command_line_tells_the_rate(capsys: pytest.CaptureFixture[str]) -> None:
+    """Goal: `make sim` says what it did. Method: a short run."""
+    assert 0 == main(["--seeds", "5"])
+
+    assert "5 seeds from 0 clean" in capsys.readouterr().out
 
 
 def test_many_seeds_run_in_several_processes() -> None:

@@ -11,15 +11,15 @@ from vllm_mooncake_ascend.testing.simulator.themes import draw
 from vllm_mooncake_ascend.testing.simulator.world import Machines
 
 
-def main() -> int:
-    """Run seeds; 1 when one fails, which is then shrunk and told in full."""
+def main(arguments: list[str] | None = None) -> int:
+    """Run seeds; 1 when one fails, which is then shrunk and told in full. `arguments`: None for the process's own."""
     parser = argparse.ArgumentParser(description="run the transfer machines in simulated worlds, one a seed")
     parser.add_argument("--seeds", type=int, default=500, help="how many worlds")
     parser.add_argument("--start", type=int, default=0, help="first seed")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--trace", action="store_true", help="print every event of the first seed and stop")
     parser.add_argument("--coverage", action="store_true", help="print the seeds that are the first to make each move")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.coverage:
         sys.stdout.write(_coverage(options.seeds))
         return 0

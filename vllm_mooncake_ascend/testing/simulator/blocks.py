@@ -64,6 +64,15 @@ class BlockPool:
             for position in range(first, end):
                 tags[block_ids[position]] = (prompt, position)
 
+    def still_right(self, block_ids: Iterable[int], prompt: int) -> list[int]:
+        """The longest beginning of a block table that somebody still holds and that still has the prompt's KV."""
+        kept: list[int] = []
+        for position, block_id in enumerate(block_ids):
+            if self.refs[block_id] == 0 or self.wrong([block_id], prompt, position):
+                break
+            kept.append(block_id)
+        return kept
+
     def wrong(self, block_ids: Iterable[int], prompt: int, first: int) -> list[int]:
         """Blocks, from position `first` on, that do not hold the KV of a prompt on every rank."""
         return [

@@ -56,7 +56,7 @@ class Client:
             incarnation=engine.incarnation,
             address=address_of(self.job.prefill),
             num_tokens=self.job.num_tokens,
-            prompt_digest=self._world.digest(self.prompt),
+            prompt_digest=self._world.digest(self.prompt, self.job.num_tokens),
         )
         self._send_children()
 

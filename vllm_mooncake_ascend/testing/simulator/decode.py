@@ -96,7 +96,10 @@ class DecodeSide:
         self._requests[request_id] = request
         self._feed_from_scheduler(
             events.RequestArrived(
-                request_id=request_id, transfer=transfer, prompt_digest=world.digest(prompt), num_prompt_tokens=num_tokens
+                request_id=request_id,
+                transfer=transfer,
+                prompt_digest=world.digest(prompt, num_tokens),
+                num_prompt_tokens=num_tokens,
             )
         )
         if child.leaves_at_s is not None:

@@ -54,6 +54,8 @@ class Job:
     admitted_after_s: float = 0.0
     is_preempted_after: int | None = None
     """Prefill steps after which it is preempted, once."""
+    same_prompt_as: int | None = None
+    """Another job whose prompt it repeats: prefill finds what is still there of its blocks in the prefix cache."""
     proxy_leaves_at_s: float | None = None
     """When the proxy sends a Release of its own."""
 

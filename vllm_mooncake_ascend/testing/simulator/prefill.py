@@ -55,6 +55,8 @@ class PrefillSide:
             ),
         )
         self._requests: dict[RequestId, _Prefill] = {}
+        self._computed: dict[int, list[int]] = {}
+        """Where the KV of each prompt was computed last: the prefix cache, if it is still there."""
         self._named: dict[RequestId, TransferId] = {}
         self._pending: list[actions.PinBlocks | actions.UnpinBlocks] = []
         self._pinned: dict[TransferId, list[tuple[int, ...]]] = {}
@@ -83,7 +85,7 @@ class PrefillSide:
                 request_id=request_id,
                 wanted_id=None if client.job.transfer_id is None else TransferId(client.job.transfer_id),
                 fresh_id=TransferId(f"fresh{world.number()}"),
-                prompt_digest=world.digest(client.prompt),
+                prompt_digest=world.digest(client.prompt, client.job.num_tokens),
                 num_prompt_tokens=client.job.num_tokens,
             )
         )
@@ -102,12 +104,16 @@ class PrefillSide:
         """Take blocks and compute, or try again later."""
         if prefill.request_id not in self._requests:
             return
-        world = self._engine.world
-        block_ids = self._engine.pool.allocate(prefill.num_blocks)
+        world, pool = self._engine.world, self._engine.pool
+        cached = pool.still_right(self._computed.get(prefill.client.prompt, []), prefill.client.prompt)
+        cached = cached[: prefill.num_blocks - 1]
+        block_ids = pool.allocate(prefill.num_blocks - len(cached))
         if block_ids is None:
             world.at(world.now + _RETRY_S, self._engine, self._begin, prefill)
             return
-        prefill.block_ids, prefill.num_computed = block_ids, 0
+        pool.touch(cached)
+        prefill.block_ids, prefill.num_computed = cached + block_ids, len(cached)
+        self._computed[prefill.client.prompt] = prefill.block_ids
         prefill.run += 1
         self._next_step(prefill)
 
@@ -185,6 +191,9 @@ class PrefillSide:
                 self._unpin(action)
         if self._pending:
             self._pending.clear()
+            pinned = {block_id for pins in self._pinned.values() for pin in pins for block_id in pin}
+            if len(pinned) != self._producer.num_pinned_blocks:
+                raise Violation(f"{len(pinned)} blocks are pinned, {self._producer.num_pinned_blocks} are counted")
             self._engine.poke()
 
     def check_at_rest(self) -> None:

@@ -131,6 +131,7 @@ def _wild_job(rng: random.Random, number: int, num_engines: int, *, is_pair: boo
         end=rng.choice(("kv", "kv", "kv", "kv", "kv", "aborted", "never")),
         admitted_after_s=rng.choice((0.0, 0.0, 0.0, 1.0, 45.0)),
         is_preempted_after=rng.choice((None, None, None, 1, 2)),
+        same_prompt_as=0 if number and rng.random() < 0.3 else None,
         proxy_leaves_at_s=_moment(rng) if rng.random() < 0.1 else None,
     )
 

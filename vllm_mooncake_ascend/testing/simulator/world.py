@@ -81,8 +81,8 @@ class World:
         return self._count
 
     @staticmethod
-    def digest(prompt: int) -> bytes:
-        return b"digest%d" % prompt
+    def digest(prompt: int, num_tokens: int) -> bytes:
+        return b"digest%d.%d" % (prompt, num_tokens)
 
     @staticmethod
     def other_prompt(prompt: int) -> int:
@@ -113,7 +113,8 @@ class World:
         """
         for index in range(self.plan.num_engines):
             self._start_engine(index)
-        for prompt, job in enumerate(self.plan.jobs):
+        for number, job in enumerate(self.plan.jobs):
+            prompt = number if job.same_prompt_as is None else job.same_prompt_as
             self.at(job.at_s, None, Client(self, job, prompt).start)
         for accident in self.plan.accidents:
             self.at(accident.at_s, None, self._befall, accident)
