@@ -14,13 +14,15 @@ import hashlib
 import inspect
 import itertools
 import os
+import pickle
 from typing import Any
 
 import torch
 from vllm import SamplingParams
 from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
-from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+from vllm.distributed import ensure_model_parallel_initialized, get_tp_group, init_distributed_environment
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256
@@ -52,7 +54,16 @@ class HandEngine:
     """One engine. `role`: kv_producer, kv_consumer or kv_both."""
 
     def __init__(
-        self, model: str, role: str, *, num_blocks: int = 64, asynchronous: bool = False, chunk: int = 512, **extra: Any
+        self,
+        model: str,
+        role: str,
+        *,
+        num_blocks: int = 64,
+        asynchronous: bool = False,
+        chunk: int = 512,
+        tensor_parallel: int = 1,
+        prefix_caching: bool = True,
+        **extra: Any,
     ) -> None:
         transfer = KVTransferConfig(
             kv_connector="MooncakeConnectorV1",
@@ -68,21 +79,33 @@ class HandEngine:
             max_num_batched_tokens=chunk,
             max_num_seqs=16,
             enforce_eager=True,
+            enable_prefix_caching=prefix_caching,
             kv_transfer_config=transfer,
         ).create_engine_config()
         self.config.scheduler_config.async_scheduling = asynchronous
         self.config.cache_config.num_gpu_blocks = num_blocks
-        self.caches = {layer: torch.zeros(num_blocks, HEADS, BLOCK, 2 * DIM) for layer in LAYERS}
-        self.cache_config = _cache_config(num_blocks)
+        self.config.parallel_config.tensor_parallel_size = tensor_parallel
+        num_heads = HEADS // tensor_parallel
+        self.cache_config = _cache_config(num_blocks, num_heads)
+        self.caches = [
+            {layer: torch.zeros(num_blocks, num_heads, BLOCK, 2 * DIM) for layer in LAYERS} for _ in range(tensor_parallel)
+        ]
+        """Of each rank."""
         with set_current_vllm_config(self.config):
-            self.worker = KVConnectorFactory.create_connector(self.config, KVConnectorRole.WORKER, self.cache_config)
-            self.worker.register_kv_caches(self.caches)
+            self.workers = [self._make_worker(rank) for rank in range(tensor_parallel)]
             self.scheduler = _make_scheduler(AsyncScheduler if asynchronous else Scheduler, self.config, self.cache_config)
         self.connector = self.scheduler.get_kv_connector()
-        self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): self.worker.get_handshake_metadata()})
+        self.connector.set_xfer_handshake_metadata_pp_aware(
+            {(0, rank): worker.get_handshake_metadata() for rank, worker in enumerate(self.workers)}
+        )
+        self._aggregator = KVOutputAggregator.from_connector(self.connector, tensor_parallel)
         self.tokens: dict[str, list[int]] = collections.defaultdict(list)
         self.params: dict[str, dict[str, Any] | None] = {}
         self.finished: dict[str, str] = {}
+        self.loaded: set[str] = set()
+        """Requests whose KV came from another engine."""
+        self.not_loaded: set[str] = set()
+        """Requests whose load failed after vLLM had given it blocks."""
         self.free_at_start = self.num_free_blocks
         self.steps: collections.deque[Any] = collections.deque()
 
@@ -117,21 +140,31 @@ class HandEngine:
         """First half of a step: what the engine core does before and while the workers run."""
         output = self.scheduler.schedule()
         sampling = {request_id for request_id in output.num_scheduled_tokens if self._reaches_prompt_end(request_id)}
-        kv_output = self._run(output)
-        self.steps.append((output, kv_output, sampling))
+        for worker in self.workers:
+            metadata = pickle.loads(pickle.dumps(output.kv_connector_metadata))
+            worker.handle_preemptions(metadata)
+            worker.bind_connector_metadata(metadata)
+        self._forward(output)
+        kv_outputs = [self._end_step(worker, output) for worker in self.workers]
+        self.steps.append((output, kv_outputs, sampling))
         return output
 
     def finish(self) -> None:
         """Second half of the oldest step under way: its output comes back."""
-        output, kv_output, sampling = self.steps.popleft()
+        output, kv_outputs, sampling = self.steps.popleft()
         req_ids = list(output.num_scheduled_tokens)
         sampled = [[10 + len(self.tokens[request_id])] if request_id in sampling else [] for request_id in req_ids]
-        result = ModelRunnerOutput(
-            req_ids=req_ids,
-            req_id_to_index={request_id: index for index, request_id in enumerate(req_ids)},
-            sampled_token_ids=sampled,
-            kv_connector_output=kv_output,
-        )
+        results = [
+            ModelRunnerOutput(
+                req_ids=req_ids,
+                req_id_to_index={request_id: index for index, request_id in enumerate(req_ids)},
+                sampled_token_ids=sampled,
+                kv_connector_output=kv_output,
+            )
+            for kv_output in kv_outputs
+        ]
+        result = self._aggregator.aggregate(results)
+        self._note_loads(result.kv_connector_output)
         for outputs in self.scheduler.update_from_output(output, result).values():
             for one in outputs.outputs:
                 self.tokens[one.request_id].extend(one.new_token_ids)
@@ -169,23 +202,41 @@ class HandEngine:
     def holds_kv(self, prompt: list[int], block_ids: list[int], *, num_tokens: int) -> bool:
         """Whether the blocks hold exactly the KV of the prompt's first `num_tokens` tokens (all layers and heads)."""
         return all(
-            torch.equal(cache[block_ids[index // BLOCK], :, index % BLOCK], _kv_of(prompt[: index + 1], layer))
-            for layer, cache in enumerate(self.caches.values())
+            torch.equal(
+                torch.cat([caches[layer][block_ids[index // BLOCK], :, index % BLOCK] for caches in self.caches]),
+                _kv_of(prompt[: index + 1], layer),
+            )
+            for layer in LAYERS
             for index in range(num_tokens)
         )
 
     def close(self) -> None:
         self.scheduler.shutdown()
-        self.worker.shutdown()
+        for worker in self.workers:
+            worker.shutdown()
 
-    # --- the worker's part ----------------------------------------------------------------------------------------
+    def _note_loads(self, kv_output: KVConnectorOutput) -> None:
+        received = kv_output.finished_recving or set()
+        failed = received if kv_output.invalid_block_ids else getattr(kv_output, "failed_recving", set())
+        self.loaded |= received - failed
+        self.not_loaded |= failed
 
-    def _run(self, output: Any) -> KVConnectorOutput:
+    # --- the workers' part ----------------------------------------------------------------------------------------
+
+    def _make_worker(self, rank: int) -> Any:
+        """A worker-role connector that takes itself for this rank: in vLLM it would be alone in its process."""
+        group = get_tp_group()
+        group.rank_in_group = rank
+        try:
+            worker = KVConnectorFactory.create_connector(self.config, KVConnectorRole.WORKER, self.cache_config)
+            worker.register_kv_caches(self.caches[rank])
+        finally:
+            group.rank_in_group = 0
+        return worker
+
+    def _end_step(self, worker: Any, output: Any) -> KVConnectorOutput:
+        """One worker's hooks after the forward pass. What it says is pickled, as between vLLM's processes."""
         kv_output = KVConnectorOutput()
-        worker = self.worker
-        worker.handle_preemptions(output.kv_connector_metadata)
-        worker.bind_connector_metadata(output.kv_connector_metadata)
-        self._forward(output)
         worker.start_load_kv(None)
         worker.wait_for_save()
         if hasattr(worker, "get_transfer_results") and hasattr(kv_output, "failed_recving"):
@@ -199,7 +250,7 @@ class HandEngine:
         kv_output.kv_connector_stats = worker.get_kv_connector_stats()
         kv_output.kv_connector_worker_meta = worker.build_connector_worker_meta()
         worker.clear_connector_metadata()
-        return kv_output
+        return pickle.loads(pickle.dumps(kv_output))  # type: ignore[no-any-return]
 
     def _forward(self, output: Any) -> None:
         """Write the KV of every scheduled token."""
@@ -211,21 +262,24 @@ class HandEngine:
                 prefix = request.all_token_ids[: index + 1]
                 if len(prefix) <= index:
                     break  # asynchronous scheduling: the token is not known to the host yet
-                for layer, cache in enumerate(self.caches.values()):
-                    cache[block_ids[index // BLOCK], :, index % BLOCK] = _kv_of(list(prefix), layer)
+                for layer in LAYERS:
+                    shares = _kv_of(list(prefix), layer).chunk(len(self.caches))
+                    for caches, share in zip(self.caches, shares, strict=True):
+                        caches[layer][block_ids[index // BLOCK], :, index % BLOCK] = share
 
     def _reaches_prompt_end(self, request_id: str) -> bool:
         request = self.scheduler.requests[request_id]
         return bool(request.num_computed_tokens >= request.num_prompt_tokens)
 
 
-def _kv_of(prefix: list[int], layer: int) -> torch.Tensor:
+def _kv_of(prefix: list[int], layer: str) -> torch.Tensor:
+    """[heads, content]: what the last token of `prefix` leaves in a layer; every head's is its own."""
     seed = int.from_bytes(hashlib.blake2b(repr((layer, prefix)).encode(), digest_size=4).digest(), "little")
-    return torch.full((HEADS, 2 * DIM), float(seed % 1_000_003))
+    return torch.stack([torch.full((2 * DIM,), float(seed % 1_000_003 + 1_000_003 * head)) for head in range(HEADS)])
 
 
-def _cache_config(num_blocks: int) -> KVCacheConfig:
-    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=HEADS, head_size=DIM, dtype=torch.float32)
+def _cache_config(num_blocks: int, num_heads: int) -> KVCacheConfig:
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=num_heads, head_size=DIM, dtype=torch.float32)
     size = num_blocks * spec.page_size_bytes
     fields = inspect.signature(KVCacheTensor).parameters
     if "layers" in fields:

@@ -5,7 +5,9 @@ As in `test_two_engines`, every test ends with all blocks back on each engine (`
 
 from __future__ import annotations
 
+import ctypes
 import time
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,10 @@ pytest.importorskip("vllm")
 pytest.importorskip("mooncake")
 
 from tests.connector.test_two_engines import BLOCK, Make, prefill, prompt_of, settle
+from vllm_mooncake_ascend import limits
+from vllm_mooncake_ascend.connectors import versions
+from vllm_mooncake_ascend.engines.base import ReadResult
+from vllm_mooncake_ascend.types import Outcome
 
 pytestmark = pytest.mark.engine
 
@@ -44,11 +50,7 @@ def test_a_request_id_that_comes_again_is_read_again(make_engine: Make) -> None:
     for salt in range(2):
         prompt = prompt_of(200, salt=salt)
         consumer.add(prompt, transfer=prefill(producer, prompt), request_id="again")
-        for _ in range(400):
-            if consumer.status("again") == "RUNNING":
-                break
-            consumer.step()
-        assert "RUNNING" == consumer.status("again")
+        _run_to_running(consumer, "again", max_steps=400)
         assert consumer.holds_kv(prompt, consumer.block_ids("again"), num_tokens=199)
         consumer.abort("again")
         consumer.step()
@@ -96,3 +98,179 @@ def test_a_producer_met_again_between_two_steps_stays_known() -> None:
     forget = actions.ForgetLayout(incarnation="p")
 
     assert [(), ("p",), ()] == [_worker_step(seen).forget for seen in ([forget, share], [share, forget], [share])]
+
+
+def test_two_ranks_move_their_own_heads(make_engine: Make) -> None:
+    """Goal: tensor parallel engines read each other's KV. Method: one worker connector a rank, vLLM's aggregator."""
+    producer, consumer = make_engine("kv_producer", tensor_parallel=2), make_engine("kv_consumer", tensor_parallel=2)
+    for num_tokens in (33, 600):
+        prompt = prompt_of(num_tokens, salt=num_tokens)
+        request_id = consumer.add(prompt, transfer=prefill(producer, prompt))
+        _run_to_running(consumer, request_id)
+        assert consumer.holds_kv(prompt, consumer.block_ids(request_id), num_tokens=num_tokens - 1)
+        assert request_id in consumer.loaded
+        consumer.run_until(request_id)
+    settle(producer, consumer)
+
+
+@pytest.mark.parametrize(("prefill_ranks", "decode_ranks"), [(1, 2), (2, 1)])
+def test_unequal_ranks_compute_locally(make_engine: Make, prefill_ranks: int, decode_ranks: int) -> None:
+    """Goal: what is not supported costs no answer and no block. Method: engines of one and two ranks."""
+    producer = make_engine("kv_producer", tensor_parallel=prefill_ranks)
+    consumer = make_engine("kv_consumer", tensor_parallel=decode_ranks)
+    prompt = prompt_of(100)
+    request_id = consumer.add(prompt, transfer=prefill(producer, prompt))
+    consumer.run_until(request_id)
+    assert (set(), [10, 11, 12, 13]) == (consumer.loaded, consumer.tokens[request_id])
+    settle(producer, consumer)
+
+
+@pytest.mark.parametrize("num_steps", range(5))
+def test_an_abort_between_the_halves_of_a_step_of_two_ranks(make_engine: Make, num_steps: int) -> None:
+    """Goal: ranks may end a read in different steps, and the request at any time. Method: abort with a step under way."""
+    producer, consumer = make_engine("kv_producer", tensor_parallel=2), make_engine("kv_consumer", tensor_parallel=2)
+    prompt = prompt_of(900)
+    request_id = consumer.add(prompt, transfer=prefill(producer, prompt), max_tokens=50)
+    for _ in range(num_steps):
+        consumer.step()
+    consumer.schedule()
+    consumer.abort(request_id)
+    consumer.finish()
+    settle(producer, consumer)
+
+
+@pytest.mark.parametrize("num_steps", range(1, 7))
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_an_abort_with_two_steps_under_way(make_engine: Make, num_steps: int, prefix_caching: bool) -> None:
+    """Goal: asynchronous scheduling has a report, an abort and another step in flight at once. Method: all of it by hand."""
+    producer = make_engine("kv_producer", prefix_caching=prefix_caching)
+    consumer = make_engine("kv_consumer", asynchronous=True, prefix_caching=prefix_caching)
+    prompt = prompt_of(900)
+    request_id = consumer.add(prompt, transfer=prefill(producer, prompt), max_tokens=50)
+    consumer.schedule()
+    for _ in range(num_steps):
+        consumer.schedule()
+        consumer.finish()
+    consumer.abort(request_id)
+    if consumer.scheduler.has_requests():
+        consumer.schedule()
+        consumer.finish()
+    consumer.finish()
+    settle(producer, consumer)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_preempted_prefills_offer_only_whole_kv(make_engine: Make, asynchronous: bool) -> None:
+    """Goal: a prefill that lost its blocks offers those it has at its end. Method: a pool too small for what runs; decode
+    reads, and what it loads is right."""
+    producer = make_engine("kv_producer", num_blocks=24, chunk=64, asynchronous=asynchronous, lease_ttl_s=1.0)
+    consumer = make_engine("kv_consumer", num_blocks=128)
+    prompts = [prompt_of(9 * BLOCK + 5, salt=salt) for salt in range(4)]
+    sources = [producer.add(p, transfer={"do_remote_decode": True}, max_tokens=40, ignore_eos=True) for p in prompts]
+    _drive(producer, sources, asynchronous=asynchronous)
+    for prompt, source in zip(prompts, sources, strict=True):
+        if producer.params[source] is None:
+            continue
+        request_id = consumer.add(prompt, transfer=producer.params[source])
+        _run_to_running(consumer, request_id)
+        assert consumer.holds_kv(prompt, consumer.block_ids(request_id), num_tokens=len(prompt) - 1)
+        consumer.run_until(request_id)
+    settle(producer, consumer)
+
+
+def _drive(engine: Any, request_ids: list[str], *, asynchronous: bool) -> None:
+    """Run requests to their end, one step ahead where scheduling is asynchronous."""
+    if asynchronous:
+        engine.schedule()
+    for _ in range(4000):
+        if all(request_id in engine.finished for request_id in request_ids):
+            break
+        engine.schedule()
+        engine.finish()
+    while engine.steps:
+        engine.finish()
+    assert set(request_ids) <= set(engine.finished)
+
+
+def _run_to_running(engine: Any, request_id: str, *, max_steps: int = 4000) -> None:
+    for _ in range(max_steps):
+        if engine.status(request_id) == "RUNNING":
+            return
+        engine.step()
+    raise AssertionError(f"{request_id} is {engine.status(request_id)} after {max_steps} steps")
+
+
+class LateEngine:
+    """A transfer engine without a fence whose reads end UNKNOWN; what they asked for lands when the test says so."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._asked: list[tuple[Any, Any]] = []
+
+    def read(self, session: Any, batch: Any) -> ReadResult:
+        self._asked.append((session, batch))
+        return ReadResult(outcome=Outcome.UNKNOWN, reason="the test wants it so")
+
+    def fence(self) -> bool:
+        return False
+
+    def land(self) -> None:
+        """The late bytes come: garbage."""
+        for _, batch in self._asked:
+            for address, length_bytes in zip(batch.local_addresses.tolist(), batch.lengths_bytes.tolist(), strict=True):
+                ctypes.memset(address, 0x7F, length_bytes)
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+@pytest.mark.parametrize("num_local_blocks", [0, 3])
+def test_late_bytes_of_an_unknown_read_meet_no_kv(
+    make_engine: Make, monkeypatch: pytest.MonkeyPatch, num_local_blocks: int
+) -> None:
+    """Goal: blocks in which bytes may land are nobody's. Method: a read without a fence; its bytes come when the request,
+    and others with it, run (0.30+), or shortly before its report (older)."""
+    producer, consumer = make_engine("kv_producer"), make_engine("kv_consumer", num_blocks=40)
+    monkeypatch.setattr(limits, "QUARANTINE_S", 1.5)  # after they checked that theirs is long enough
+    worker = consumer.workers[0]._working._worker
+    late = worker._runner._engine = LateEngine(worker._runner._engine)
+    prompt, other = prompt_of(300), prompt_of(400, salt=1)
+    if num_local_blocks:
+        consumer.run_until(consumer.add(prompt[: num_local_blocks * BLOCK + 1], max_tokens=1))
+
+    request_id = consumer.add(prompt, transfer=prefill(producer, prompt), max_tokens=8)
+    beside = consumer.add(other, max_tokens=60)
+    while beside not in consumer.scheduler.requests or consumer.status(beside) != "RUNNING" or not late._asked:
+        consumer.step()
+    for _ in range(4):
+        consumer.step()
+    late.land()
+    assert consumer.holds_kv(other, consumer.block_ids(beside), num_tokens=len(other))
+    if versions.HAS_FAILED_RECEIVES:
+        assert "RUNNING" == consumer.status(request_id)
+    _run_to_running(consumer, request_id)
+    consumer.step()
+    assert consumer.holds_kv(prompt, consumer.block_ids(request_id), num_tokens=len(prompt))
+    consumer.run_until(request_id, beside)
+    assert ({request_id}, set()) == (consumer.not_loaded, consumer.loaded)
+    settle(producer, consumer)
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_read_that_fails_follows_the_policy(make_engine: Make, policy: str, num_ranks: int) -> None:
+    """Goal: a failed load is computed again, or fails its request, by `load_failure_policy`. Method: prefill answers, but
+    the engine of its last worker is gone."""
+    producer = make_engine("kv_producer", tensor_parallel=num_ranks)
+    consumer = make_engine("kv_consumer", tensor_parallel=num_ranks, load_failure_policy=policy)
+    prompt = prompt_of(300)
+    params = prefill(producer, prompt)
+    producer.workers[-1].shutdown()
+
+    request_id = consumer.add(prompt, transfer=params)
+    consumer.run_until(request_id, max_steps=20_000)
+
+    expected = ("length", [10, 11, 12, 13]) if policy == "recompute" else ("error", [])
+    assert expected == (consumer.finished[request_id], consumer.tokens[request_id])
+    assert {request_id} == consumer.not_loaded
+    settle(producer, consumer)
