@@ -17,6 +17,8 @@ from vllm_mooncake_ascend.testing.engine_process import EngineFailed, EngineProc
 pytestmark = pytest.mark.engine
 
 NUM_TOKENS = 500
+ENDED_S = 30.0
+"""To end takes a process of vLLM some seconds."""
 
 
 @pytest.fixture(scope="module")
@@ -96,4 +98,4 @@ def test_a_side_channel_port_that_is_taken_ends_the_start(
     with pytest.raises(EngineFailed, match=str(port)):
         second.wait_ready()
 
-    assert not second.is_alive
+    assert 0 != second.wait_ended(ENDED_S)

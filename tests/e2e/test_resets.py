@@ -25,6 +25,7 @@ def test_a_reset_with_the_connector_revokes_leases(pair: EnginePair) -> None:
     second_reset = pair.prefill.reset_cache(reset_connector=True)
 
     assert (True, pair.expected(prompt)) == (second_reset, pair.decode_leg(prompt, params).text)
+    pair.flush(pair.prefill)  # metrics are told with a step
     assert 1 == pair.prefill.metric(REVOKED) - before
 
 
@@ -61,19 +62,22 @@ def test_a_pause_with_leases_held_fails_and_the_engine_lives(pair: EnginePair) -
 
 
 def test_a_pause_of_decode_keeps_requests_that_wait_for_kv(pair: EnginePair) -> None:
-    """Goal: a load and its lease survive a pause that keeps requests. Method: pause decode before it takes a step."""
+    """Goal: a load and its lease survive a pause that keeps requests. Method: pause decode after its first step."""
     prompt = random_prompt("kept", NUM_TOKENS)
     params = pair.prefill_leg(prompt)
+    before = pair.decode.metric("loads_done_total{reason=held}")
     pair.decode.hold()
     running = pair.decode.submit(prompt, params=params)
+    pair.decode.step(1)
     pair.decode.call(messages.Pause(mode="keep", clear_cache=False))
-    pair.decode.step(3)
-    assert not running.answer.text.token_ids
+    pair.decode.release()
+    pair.flush(pair.prefill)
+    assert (1, []) == (pair.decode.state().num_requests, running.answer.text.token_ids)
 
     pair.decode.call(messages.Unpause())
-    pair.decode.release()
 
     assert pair.expected(prompt) == running.result().text
+    assert 1 == pair.decode.metric("loads_done_total{reason=held}") - before
 
 
 def test_a_pause_of_decode_that_aborts_releases_prefill(pair: EnginePair) -> None:

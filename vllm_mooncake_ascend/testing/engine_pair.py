@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from vllm_mooncake_ascend.runtime.release import send_release
+from vllm_mooncake_ascend.testing import engine_messages as messages
 from vllm_mooncake_ascend.testing.engine_answer import Answer, Text
 from vllm_mooncake_ascend.testing.engine_messages import Sampling
 from vllm_mooncake_ascend.testing.engine_process import POLL_S, REQUEST_TIMEOUT_S, EngineProcess, Running
@@ -167,6 +168,7 @@ class EnginePair:
         """
         engines = [engine for engine in (self.prefill, self.decode) if engine.is_alive]
         for engine in engines:
+            engine.call(messages.Unpause())
             engine.release()
         found: dict[str, Any] = {}
         if len(engines) == 2 and (wrong := self._wrong_golden_answers()):

@@ -154,6 +154,20 @@ class EngineProcess:
         """Whether the process runs (or is stopped)."""
         return self._process is not None and self._process.poll() is None
 
+    def wait_ended(self, timeout_s: float) -> int:
+        """Wait until the process has ended by itself; returns how.
+
+        Raises:
+            EngineFailed: not within `timeout_s`.
+        """
+        assert self._process is not None, f"{self.spec.name} does not run"
+        try:
+            self._process.wait(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            raise EngineFailed(self._story(f"did not end within {timeout_s:.0f} s")) from None
+        self._drop_process()
+        return self._exit_code
+
     def kill(self) -> None:
         """End the process without warning, as a crash would; its requests are lost."""
         if self._process is not None:
