@@ -42,8 +42,8 @@ answers within 0.3 s at the worst measured, so this is silence, not slowness."""
 RESEND_S = 0.5
 """Unanswered messages are sent again after this; every message is idempotent."""
 SENDS_BEFORE_LOST = 3
-"""A silent peer is lost only after so many messages went unanswered: a process that was itself stopped for a while finds
-all its waits over, and the answers still unread."""
+"""A silent peer is lost only after messages were sent to it at so many moments: a process that was itself stopped for a while
+finds all its waits over, and the answers still unread."""
 MAX_UNANSWERED = 16_384
 """Messages to one peer that are repeated until answered; beyond it a farewell is sent once."""
 OFFER_WAIT_S = 120.0

@@ -444,13 +444,15 @@ def test_one_sign_of_life_ends_the_silence() -> None:
 
 
 def test_whoever_was_stopped_himself_gives_the_peer_a_chance() -> None:
-    """Goal: a suspended decode engine does not take its own silence for the peer's. Method: a leap of a minute."""
+    """Goal: a suspended engine does not take its own silence for the peer's. Method: a leap of a minute, four requests."""
     stage = at("asking")
+    for number in range(3):
+        stage.arrive(f"r{number}")
     stage.now = 60.0
 
     done = stage.feed(events.TimerFired())
 
-    assert [HELLO, SUBSCRIBE] == sent(done)
+    assert [HELLO, SUBSCRIBE] == sent(done)[:2]
     assert None is remote_tokens(stage)
 
 
@@ -562,6 +564,26 @@ def test_the_time_rule_does_not_count_lost_renewals() -> None:
     stage.rank_ended(Outcome.DONE)
 
     assert report(ok=False) in stage.wait(stage.now + limits.PEER_ANSWER_S)
+
+
+def test_a_verdict_that_lay_unread_while_we_were_stopped_still_counts() -> None:
+    """Goal: our own pause does not cost the load. Method: a leap past the deadline and the rule, then the verdict."""
+    stage = at("reading")
+    stage.now = limits.ENGINE_RESTART_MIN_S + 1.0
+    stage.rank_ended(Outcome.DONE)
+    stage.now += 60.0
+
+    assert [] == others(stage.feed(events.TimerFired()))
+    assert [unpin(2, 3), report(ok=True)] == stage.verdict(held=True)
+
+
+def test_our_own_pause_is_forgiven_once() -> None:
+    """Goal: a bounded wait all the same. Method: a leap past the deadline, and no verdict."""
+    stage = at("confirming")
+    stage.now += 60.0
+    stage.feed(events.TimerFired())
+
+    assert [unpin(2, 3), report(ok=True)] == others(stage.wait(stage.now + 2 * limits.RESEND_S))[:2]
 
 
 def test_a_restart_while_confirming_is_failed_without_the_time_rule() -> None:

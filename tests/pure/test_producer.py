@@ -178,6 +178,18 @@ def test_a_release_before_the_announcement_frees_at_the_end() -> None:
     assert 0 == stage.machine.num_leases
 
 
+def test_an_early_release_is_remembered_for_a_while() -> None:
+    """Goal: neither forgotten at once nor for ever. Method: announce just before and just after it is forgotten."""
+    for waited_s, num_leases in ((limits.VERDICT_MEMORY_S - 1.0, 0), (limits.VERDICT_MEMORY_S + 1.0, 1)):
+        stage = ProducerStage()
+        stage.wait(1_000.0)
+        stage.release()
+        stage.wait(1_000.0 + waited_s)
+        stage.announce()
+        stage.end_prefill()
+        assert num_leases == stage.machine.num_leases
+
+
 def test_early_readers_are_bounded_per_engine() -> None:
     """Goal: no peer fills the table with ids nobody announced. Method: one more than it may have."""
     stage = ProducerStage()

@@ -11,7 +11,7 @@ import pytest
 
 from vllm_mooncake_ascend.testing.simulator.__main__ import main
 from vllm_mooncake_ascend.testing.simulator.plan import Accident
-from vllm_mooncake_ascend.testing.simulator.runner import explain, run_many, run_seeds, shrink
+from vllm_mooncake_ascend.testing.simulator.runner import explain, fails, run_many, run_seeds, shrink
 from vllm_mooncake_ascend.testing.simulator.themes import THEMES, draw
 from vllm_mooncake_ascend.testing.simulator.world import Machines
 
@@ -50,7 +50,8 @@ def test_shrinking_leaves_out_what_a_failure_does_not_need() -> None:
     """Goal: a failing plan becomes readable. Method: a mistake that needs no accident, in a plan with three of them."""
     machines = Machines(treats_stop_as_failure=True)
     needless = tuple(Accident(kind="clog", at_s=900.0 + number, engine=0, other=1) for number in range(3))
-    plan = dataclasses.replace(draw(0, "gentle"), accidents=needless)
+    plan = dataclasses.replace(draw(10, "gentle"), accidents=needless)
+    assert fails(plan, machines)
 
     shrunk = shrink(plan, machines)
 

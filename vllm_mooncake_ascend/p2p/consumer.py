@@ -23,7 +23,8 @@ from vllm_mooncake_ascend.p2p import actions, counters, events, offers
 from vllm_mooncake_ascend.p2p.fetch_table import FetchTable
 from vllm_mooncake_ascend.p2p.fetches import FETCH_LAW, LISTENING, Fetch, FetchInput, FetchState, PeerKey
 from vllm_mooncake_ascend.p2p.law import Law
-from vllm_mooncake_ascend.p2p.peers import Differences, Peer, Peers, PeerState
+from vllm_mooncake_ascend.p2p.peer import Peer, PeerState
+from vllm_mooncake_ascend.p2p.peers import Differences, Peers
 from vllm_mooncake_ascend.p2p.reads import Reads
 from vllm_mooncake_ascend.p2p.settings import ConsumerSettings
 from vllm_mooncake_ascend.p2p.timers import Timers

@@ -49,10 +49,10 @@ class FetchTable:
         return sum(len(fetch.loaded_block_ids) for fetch in quarantined)
 
     def move(self, fetch: Fetch, what: FetchInput, after: FetchState, deadline_s: float | None = None) -> None:
-        """Change or keep the state. A new state has a new alarm, at `deadline_s`; a kept one keeps its alarm."""
+        """Change or keep the state. A new state has the alarm `deadline_s` or none; a kept one keeps its own if that is None."""
         before, fetch.state = fetch.state, after
         self._law.check(before, what, after)
-        if before is after:
+        if before is after and deadline_s is None:
             return
         self._num_unallocated += (after in UNALLOCATED) - (before in UNALLOCATED)
         if before is FetchState.UNKNOWN:

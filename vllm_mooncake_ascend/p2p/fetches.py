@@ -91,6 +91,8 @@ class Fetch:
     outcomes: dict[int, Outcome] = dataclasses.field(default_factory=dict)
     """How the read of each rank ended."""
     read_ended_at_s: float = 0.0
+    has_grace: bool = False
+    """Its verdict was waited for a little longer, because this process itself was late."""
     owes_report: bool = False
     """vLLM waits for the one report of this request."""
     is_over: bool = False
@@ -190,7 +192,7 @@ FETCH_LAW: Law[FetchState, FetchInput] = Law(
             _I.PEER_LOST: Cell("unpin, report by the time rule", (_S.SPENT,)),
             _I.PEER_REPLACED: Cell("unpin, report failed", (_S.SPENT,)),
             _I.ENDED: Cell("unpin, report failed", (_S.UNKNOWN,)),
-            _I.LATE: Cell("unpin, report by the time rule", (_S.SPENT,)),
+            _I.LATE: Cell("unpin, report by the time rule; once a moment more if we were late", (_S.SPENT, _S.CONFIRMING)),
         },
         _S.QUARANTINED: {
             _I.NOT_ALLOCATED: Cell("nothing", (_S.QUARANTINED,)),

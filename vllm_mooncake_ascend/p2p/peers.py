@@ -14,81 +14,24 @@ A peer is one incarnation at one address: a restarted engine, or another one on 
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from vllm_mooncake_ascend import limits
 from vllm_mooncake_ascend.layout.plane import RankLayout
 from vllm_mooncake_ascend.p2p import actions, counters
 from vllm_mooncake_ascend.p2p.fetches import PeerKey, ReaderIds
+from vllm_mooncake_ascend.p2p.peer import MessageKey, Peer, PeerState, Standing, Unanswered
 from vllm_mooncake_ascend.p2p.timers import Timers
 from vllm_mooncake_ascend.types import Incarnation, PeerAddress, RequestId, TransferId
 from vllm_mooncake_ascend.wire import messages
 from vllm_mooncake_ascend.wire.steps import PeerRanks
 
-MessageKey = tuple[str, TransferId, RequestId]
 Differences = Callable[[Mapping[str, str], Sequence[RankLayout], Mapping[str, str], Sequence[RankLayout]], tuple[str, ...]]
 """`layout.compatibility.differences`: why the second cannot serve the first; empty when it can."""
 
 _HELLO: MessageKey = ("hello", TransferId(""), RequestId(""))
 _MAX_RENEWALS_KEPT = 16
 """Renewals to one peer whose acknowledgement still counts; a later one makes an older one superfluous."""
-
-
-class PeerState(enum.Enum):
-    """What is known of a peer's layout."""
-
-    ASKED = "asked"
-    KNOWN = "known"
-    REFUSED = "refused"
-
-
-class Standing(enum.Enum):
-    """How far a subscription of ours has come."""
-
-    ASKED = "asked"
-    PENDING = "pending"
-    """Acknowledged, so it is renewed; it asks again at each renewal, lest the news of the prefill's end was lost."""
-    READY = "ready"
-    """Acknowledged and offered."""
-
-
-@dataclasses.dataclass(slots=True)
-class Unanswered:
-    """A message that is repeated until it is answered."""
-
-    message: messages.FromReader
-    first_sent_s: float
-    next_send_s: float
-
-
-@dataclasses.dataclass(slots=True)
-class Peer:
-    """One producer."""
-
-    key: PeerKey
-    state: PeerState = PeerState.ASKED
-    ranks: tuple[RankLayout, ...] = ()
-    is_shared: bool = False
-    """The workers have its layout."""
-    readers: dict[ReaderIds, Standing] = dataclasses.field(default_factory=dict)
-    """Our readers with it."""
-    unanswered: dict[MessageKey, Unanswered] = dataclasses.field(default_factory=dict)
-    """In order of `next_send_s`."""
-    renewals: dict[int, tuple[float, tuple[ReaderIds, ...]]] = dataclasses.field(default_factory=dict)
-    """When each was sent, and for whom."""
-    renew_at_s: float | None = None
-    lease_ttl_s: float = limits.LEASE_TTL_S
-    silent_since_s: float | None = None
-    """When the first message was sent that nothing was heard after."""
-    num_unheard: int = 0
-    """Messages sent since then."""
-    used_at_s: float = 0.0
-
-    @property
-    def is_idle(self) -> bool:
-        return not self.readers and not self.unanswered
 
 
 class Peers:
@@ -377,7 +320,9 @@ class Peers:
     def _send(self, peer: Peer, message: messages.FromReader, now: float) -> None:
         if peer.silent_since_s is None:
             peer.silent_since_s = now
-        peer.num_unheard += 1
+        if peer.num_unheard == 0 or now > peer.sent_at_s + limits.RESEND_S / 2:
+            peer.num_unheard += 1
+            peer.sent_at_s = now
         self._do(actions.SendToProducer(peer=peer.key[0], message=message))
 
     def _count(self, name: str, reason: str = counters.NO_REASON) -> None:
@@ -385,9 +330,11 @@ class Peers:
 
 
 def _is_worth_repeating(peer: Peer, key: MessageKey, age_s: float) -> bool:
-    """A farewell is not, once the lease is over by itself; a question is, while somebody waits for the answer."""
-    lease_s = max(peer.lease_ttl_s, limits.PEER_ANSWER_S)
-    return age_s < lease_s if key[0] == "done" else bool(peer.readers)
+    """A question is, while somebody waits for the answer; a farewell is until the lease is over by itself."""
+    kind, *ids = key
+    if kind == "hello":
+        return bool(peer.readers)
+    return tuple(ids) in peer.readers or age_s < peer.lease_ttl_s
 
 
 def _due(unanswered: Iterable[tuple[MessageKey, Unanswered]], now: float) -> list[MessageKey]:

@@ -13,7 +13,8 @@ from vllm_mooncake_ascend import limits
 from vllm_mooncake_ascend.p2p import actions, counters, events, offers
 from vllm_mooncake_ascend.p2p.fetch_table import FetchTable
 from vllm_mooncake_ascend.p2p.fetches import LISTENING, Fetch, FetchInput, FetchState
-from vllm_mooncake_ascend.p2p.peers import Peers, PeerState
+from vllm_mooncake_ascend.p2p.peer import PeerState
+from vllm_mooncake_ascend.p2p.peers import Peers
 from vllm_mooncake_ascend.p2p.settings import ConsumerSettings
 from vllm_mooncake_ascend.types import Outcome, worst
 from vllm_mooncake_ascend.wire.steps import ReadEnded, ReadOrder
@@ -175,9 +176,18 @@ class Reads:
             case FetchState.STOPPING:
                 self._overdue(fetch)
             case FetchState.CONFIRMING:
-                self.unjudged(fetch, FetchInput.LATE, now)
+                self._verdict_overdue(fetch, now)
             case _:
                 self._table.settle(fetch, FetchInput.LATE, ok=False)
+
+    def _verdict_overdue(self, fetch: Fetch, now: float) -> None:
+        """Unless this process was stopped, and the verdict lies unread: then it is waited for a moment longer, once."""
+        was_late = now > fetch.read_ended_at_s + limits.PEER_ANSWER_S + limits.RESEND_S
+        if was_late and not fetch.has_grace:
+            fetch.has_grace = True
+            self._table.move(fetch, FetchInput.LATE, FetchState.CONFIRMING, now + 2 * limits.RESEND_S)
+        else:
+            self.unjudged(fetch, FetchInput.LATE, now)
 
     def _overdue(self, fetch: Fetch) -> None:
         """A rank has not ended within every bound it has. Where a pin is all that is needed, vLLM need not wait with us."""

@@ -20,7 +20,8 @@ from vllm_mooncake_ascend.p2p.consumer import Consumer
 from vllm_mooncake_ascend.p2p.fetches import Fetch, FetchInput, FetchState
 from vllm_mooncake_ascend.p2p.law import Law, State, What
 from vllm_mooncake_ascend.p2p.leases import GONE_TEXTS, Transfer, TransferInput, TransferState
-from vllm_mooncake_ascend.p2p.peers import Peer, Peers
+from vllm_mooncake_ascend.p2p.peer import Peer
+from vllm_mooncake_ascend.p2p.peers import Peers
 from vllm_mooncake_ascend.p2p.producer import Producer
 from vllm_mooncake_ascend.p2p.reads import Reads
 from vllm_mooncake_ascend.p2p.settings import ProducerSettings
@@ -153,6 +154,16 @@ class _NoDeadline(_LawlessConsumer):
         super().__init__(*args, **options)
         self._settings = msgspec.structs.replace(self._settings, offer_wait_s=1e9)
         self._peers._is_silent = lambda *_: False  # type: ignore[method-assign]
+
+
+class _OwnSilence(_LawlessConsumer):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+
+        def is_silent(peer: Peer, now: float) -> bool:
+            return peer.silent_since_s is not None and now >= peer.silent_since_s + limits.PEER_ANSWER_S
+
+        self._peers._is_silent = is_silent  # type: ignore[method-assign]
 
 
 class _LostRenewalCounts(_LawlessConsumer):
@@ -311,6 +322,7 @@ PLANTED_BUGS = (
     PlantedBug("first of two readers frees", _machines(producer=_FirstReaderFrees), "shared", 500),
     PlantedBug("port reused by another engine", _machines(producer=_AnyExpected, consumer=_AnyIncarnation), "successor", 2_000),
     PlantedBug("stop treated as failure", _machines(treats_stop_as_failure=True), "gentle", 500),
+    PlantedBug("layout forgotten after it was shared again", Machines(forgets_what_is_shared_again=True), "revisit", 500),
     PlantedBug("progress of a scheduled step published", _machines(publishes_scheduled_steps=True), "wild", 500),
     PlantedBug("digest not compared", _machines(consumer=_AnyDigest), "wild", 500),
     PlantedBug("abort forgets the read", _machines(consumer=_with_reads(_AbortForgets)), "wild", 1_000),
@@ -320,6 +332,7 @@ PLANTED_BUGS = (
     PlantedBug("pressure breaks a promise", _machines(producer=_PressureBreaksPromises), "deaf", 500),
     PlantedBug("lease expires with the prefill", _machines(producer=_ExpiresWhileRunning), "gentle", 500),
     PlantedBug("silence counted from an answered message", _machines(consumer=_OldSilence), "gentle", 1_000),
+    PlantedBug("own silence taken for the peer's", _machines(consumer=_OwnSilence), "gentle", 1_000),
     PlantedBug("alarms taken all at once", Machines(consumer=_AllDueAtOnce), "deaf", 3_000),
     PlantedBug("revoked transfer without a reason", Machines(producer=_GoneWithoutReason), "wild", 2_000),
 )

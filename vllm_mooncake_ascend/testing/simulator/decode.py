@@ -304,11 +304,21 @@ class DecodeSide:
             tuple(action.peer for action in asked if isinstance(action, actions.ShareLayout)),
             tuple(action.order for action in asked if isinstance(action, actions.OrderRead)),
             tuple(action.request_id for action in asked if isinstance(action, actions.CancelRead)),
-            tuple(action.incarnation for action in asked if isinstance(action, actions.ForgetLayout)),
+            self._to_forget(asked),
         )
         for action in asked:
             if isinstance(action, actions.ReportReceive):
                 world.at(world.now + 0.005 + world.rng.random() * 0.02, self._engine, self._reported, action.report)
+
+    def _to_forget(self, asked: list[actions.ConsumerAction]) -> tuple[str, ...]:
+        """Layouts to forget in this step, in which workers forget last: not those that were shared again after it."""
+        is_known: dict[str, bool] = {}
+        for action in asked:
+            if isinstance(action, actions.ForgetLayout):
+                is_known[action.incarnation] = False
+            elif isinstance(action, actions.ShareLayout) and not self._engine.world.machines.forgets_what_is_shared_again:
+                is_known[action.peer.incarnation] = True
+        return tuple(incarnation for incarnation, stays in is_known.items() if not stays)
 
     def _feed_from_scheduler(self, event: events.ConsumerEvent) -> None:
         self._feed(event)

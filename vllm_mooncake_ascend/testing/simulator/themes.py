@@ -1,9 +1,7 @@
 """Themes: how plans are drawn from seeds. One seed is one plan for ever, as long as this module stays as it is.
 
-`gentle` has few faults, all within what the protocol promises to hide; `wild` has everything that can go wrong. The rest
-aim at what chance alone would seldom hit: `successor` puts another engine in the place of a producer that is being read,
-`deaf` cuts one direction of a conversation while the producer's leases end, `mutual` lets two engines wait for each
-other, `shared` lets several requests read one transfer.
+`gentle` has few faults, all within what the protocol promises to hide; `wild` has everything that can go wrong. The others,
+in `aimed`, seek what chance alone would seldom hit.
 """
 
 from __future__ import annotations
@@ -11,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+from vllm_mooncake_ascend.testing.simulator import aimed
 from vllm_mooncake_ascend.testing.simulator.plan import (
     FOREVER_S,
     Accident,
@@ -39,14 +38,23 @@ _ACCIDENTS: tuple[AccidentKind, ...] = (
 def draw(seed: int, theme: str = "") -> Plan:
     """The plan of one seed, of one theme if it is named."""
     rng = random.Random(seed)
-    chosen = rng.choices(tuple(THEMES), weights=(26, 50, 6, 8, 5, 5))[0]
+    chosen = rng.choices(tuple(THEMES), weights=(26, 49, 6, 8, 5, 4, 2))[0]
     return THEMES[theme or chosen](seed, rng)
 
 
 def _gentle(seed: int, rng: random.Random) -> Plan:
     """Few faults, all within what the protocol promises to hide."""
     num_jobs = rng.randrange(1, 3)
-    is_lossy = rng.random() < 0.7
+    is_lossy = rng.random() < 0.5
+    kind: AccidentKind = rng.choice(("partition", "partition", "freeze"))
+    engine = rng.randrange(2)
+    accident = Accident(
+        kind=kind,
+        at_s=rng.random() * rng.choice((1.0, 15.0)),
+        engine=engine,
+        other=1 - engine,
+        seconds=6.0 if kind == "freeze" and engine == 1 else 2.0,
+    )
     jobs = tuple(_gentle_job(rng, number) for number in range(num_jobs))
     return Plan(
         seed=seed,
@@ -61,6 +69,7 @@ def _gentle(seed: int, rng: random.Random) -> Plan:
         pins_on_progress=rng.random() < 0.3,
         is_lazy=rng.random() < 0.3,
         jobs=jobs,
+        accidents=() if is_lossy else (accident,),
         network=Network(
             delay_s=rng.choice((0.001, 0.1)),
             loss=0.3 if is_lossy else 0.0,
@@ -210,168 +219,13 @@ def _read_faults(rng: random.Random) -> ReadFaults:
     )
 
 
-def _successor(seed: int, rng: random.Random) -> Plan:
-    """A producer dies while it is read, and another engine soon serves in its place, perhaps with the same transfer."""
-    first = Job(
-        at_s=0.0,
-        prefill=0,
-        num_tokens=rng.randrange(9, 13),
-        mode="sequential",
-        children=(Child(decode=1, delay_s=rng.random() * 0.05),),
-        transfer_id="t0",
-        step_s=0.01,
-    )
-    retry = Job(
-        at_s=5.0 + rng.random() * 3.0,
-        prefill=0,
-        num_tokens=rng.randrange(1, 13),
-        mode=rng.choice(("sequential", "concurrent")),
-        children=(Child(decode=1, delay_s=rng.random() * 9.0),),
-        transfer_id="t0",
-        step_s=0.01,
-    )
-    hog = Hog(at_s=0.0, engine=1, num_blocks=11, seconds=rng.random() * 20.0)
-    is_deaf = rng.random() < 0.4
-    deafness = (Accident(kind="partition", at_s=0.05 + rng.random(), engine=0, other=1, seconds=30.0),) if is_deaf else ()
-    return Plan(
-        seed=seed,
-        num_engines=2,
-        num_ranks=1,
-        num_blocks=12,
-        max_pinned_blocks=11,
-        lease_ttl_s=30.0,
-        lease_max_s=300.0,
-        fails_on_load_error=rng.random() < 0.3,
-        reports_unknown_at_once=rng.random() < 0.7,
-        pins_on_progress=False,
-        is_lazy=False,
-        jobs=(first, retry),
-        accidents=(Accident(kind="kill", at_s=0.06 + rng.random() * 4.0, engine=0, seconds=5.0), *deafness),
-        hogs=(hog,) if rng.random() < 0.3 else (),
-        reads=ReadFaults(slow=0.9),
-    )
-
-
-def _deaf(seed: int, rng: random.Random) -> Plan:
-    """Decode reads while it cannot hear, or is not heard, and the producer's lease ends one way or another."""
-    job = Job(
-        at_s=0.0,
-        prefill=0,
-        num_tokens=rng.randrange(5, 13),
-        mode=rng.choice(("sequential", "concurrent")),
-        children=tuple(Child(decode=1, delay_s=rng.random() * 0.1) for _ in range(rng.choice((1, 1, 2)))),
-        transfer_id="t0",
-        step_s=rng.choice((0.01, 0.5)),
-    )
-    start_s = rng.random() * rng.choice((0.5, 0.5, 4.0))
-    rival = Job(
-        at_s=start_s + rng.random() * 5.0,
-        prefill=0,
-        num_tokens=rng.randrange(5, 13),
-        mode="sequential",
-        children=(),
-        transfer_id=None,
-        step_s=0.01,
-    )
-    is_frozen = rng.random() < 0.3
-    source, target = (1, 0) if is_frozen else rng.choice(((0, 1), (1, 0)))
-    cut = Accident(
-        kind="freeze" if is_frozen else "partition",
-        at_s=start_s,
-        engine=source,
-        other=target,
-        seconds=rng.choice((6.0, 6.0, 20.0)),
-    )
-    accidents = [cut]
-    if rng.random() < 0.4:
-        accidents.append(Accident(kind="revoke", at_s=start_s + rng.random() * 6.0, engine=0))
-    return Plan(
-        seed=seed,
-        num_engines=2,
-        num_ranks=1,
-        num_blocks=rng.choice((7, 40)),
-        max_pinned_blocks=rng.choice((3, 6)),
-        lease_ttl_s=rng.choice((2.0, 4.0, 4.0, 30.0)),
-        lease_max_s=300.0,
-        fails_on_load_error=False,
-        reports_unknown_at_once=rng.random() < 0.7,
-        pins_on_progress=False,
-        is_lazy=False,
-        jobs=(job, rival),
-        accidents=tuple(accidents),
-        network=Network(loss=0.4) if is_frozen else Network(),
-        reads=ReadFaults(slow=0.9, slow_s=5.0),
-    )
-
-
-def _shared(seed: int, rng: random.Random) -> Plan:
-    """n>1: several requests of one engine, or of two, read one transfer; nothing is wrong, so all must succeed."""
-    num_children = rng.choice((2, 2, 3))
-    job = Job(
-        at_s=0.0,
-        prefill=0,
-        num_tokens=rng.randrange(1, 13),
-        mode="concurrent",
-        children=tuple(Child(decode=rng.choice((1, 2)), delay_s=0.0) for _ in range(num_children)),
-        transfer_id="t0",
-        step_s=rng.choice((0.3, 4.0)),
-    )
-    return Plan(
-        seed=seed,
-        num_engines=3,
-        num_ranks=rng.choice((1, 2)),
-        num_blocks=40,
-        max_pinned_blocks=20,
-        lease_ttl_s=30.0,
-        lease_max_s=300.0,
-        fails_on_load_error=rng.random() < 0.5,
-        reports_unknown_at_once=rng.random() < 0.5,
-        pins_on_progress=rng.random() < 0.3,
-        is_lazy=False,
-        jobs=(job,),
-        network=Network(delay_s=0.05, reorders=True, duplication=0.1),
-        reads=ReadFaults(slow=0.5),
-        is_gentle=True,
-    )
-
-
-def _mutual(seed: int, rng: random.Random) -> Plan:
-    """Two engines prefill for each other, with hardly any room: each holds what the other waits for."""
-    jobs = tuple(
-        Job(
-            at_s=rng.random() * 0.2,
-            prefill=number % 2,
-            num_tokens=rng.randrange(5, 13),
-            mode=rng.choice(("sequential", "concurrent")),
-            children=(Child(decode=1 - number % 2, delay_s=0.0),),
-            transfer_id=f"t{number}",
-            step_s=0.02,
-        )
-        for number in range(rng.choice((2, 4, 4)))
-    )
-    return Plan(
-        seed=seed,
-        num_engines=2,
-        num_ranks=1,
-        num_blocks=rng.choice((5, 8)),
-        max_pinned_blocks=rng.choice((3, 4, 7)),
-        lease_ttl_s=rng.choice((10.0, 30.0)),
-        lease_max_s=rng.choice((40.0, 40.0, 100.0)),
-        fails_on_load_error=False,
-        reports_unknown_at_once=rng.random() < 0.7,
-        pins_on_progress=rng.random() < 0.3,
-        is_lazy=rng.random() < 0.3,
-        jobs=jobs,
-        reads=ReadFaults(unknown=rng.choice((0.0, 0.2))),
-    )
-
-
 THEMES: dict[str, Callable[[int, random.Random], Plan]] = {
     "gentle": _gentle,
     "wild": _wild,
-    "successor": _successor,
-    "deaf": _deaf,
-    "mutual": _mutual,
-    "shared": _shared,
+    "successor": aimed.successor,
+    "deaf": aimed.deaf,
+    "mutual": aimed.mutual,
+    "shared": aimed.shared,
+    "revisit": aimed.revisit,
 }
 """By name; `draw` weighs them."""

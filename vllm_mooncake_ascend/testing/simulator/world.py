@@ -49,6 +49,8 @@ class Machines:
     """Planted: the end of a prefill is told when its last step is scheduled, not when its output has come back."""
     treats_stop_as_failure: bool = False
     """Planted: a prefill that ended by stop is said to have no KV."""
+    forgets_what_is_shared_again: bool = False
+    """Planted: a layout that was forgotten and shared again between two steps is forgotten."""
 
 
 class World:
