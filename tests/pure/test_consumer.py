@@ -612,6 +612,17 @@ def test_a_farewell_is_repeated_until_it_is_answered() -> None:
     assert [] == stage.wait(TTL_S)
 
 
+def test_farewells_that_pile_up_are_said_once() -> None:
+    """Goal: bounded memory. Method: more requests leave than farewells are repeated for; none of it is answered."""
+    stage = at("asking")
+    stage.welcome()
+    for number in range(limits.MAX_UNANSWERED + 10):
+        stage.arrive(f"r{number}")
+        stage.end_request(f"r{number}")
+
+    assert limits.MAX_UNANSWERED == len(sent(stage.wait(stage.now + limits.RESEND_S)))
+
+
 def test_an_aborted_read_is_reported_when_the_ranks_have_ended() -> None:
     """Goal: vLLM keeps the blocks until told; told once, and not early. Method: abort while reading."""
     stage = at("reading")

@@ -211,6 +211,18 @@ def test_early_releases_are_bounded_per_engine() -> None:
     assert 1 == stage.machine.num_leases
 
 
+def test_a_full_table_forgets_the_oldest_ended_and_refuses_when_none_has() -> None:
+    """Goal: bounded memory. Method: fill the table, one transfer ended among all that run; then two more."""
+    stage = ProducerStage()
+    for number in range(limits.MAX_TRANSFERS):
+        stage.announce(None, request_id=f"p{number}", fresh_id=f"t{number}")
+    stage.end_prefill("p7", has_kv=False)
+
+    assert 1 == len(stage.announce(None, request_id="more", fresh_id="more"))
+    assert 0 == len(stage.announce(None, request_id="too many", fresh_id="too many"))
+    assert [] == stage.end_prefill("too many")
+
+
 def test_a_transfer_has_a_bounded_number_of_readers() -> None:
     """Goal: a fleet cannot read one transfer. Method: one more than it may have."""
     stage = ProducerStage()

@@ -42,6 +42,16 @@ def test_alarms_go_off_as_in_a_plain_table(steps: list[tuple[str, int, int]]) ->
         assert len(table) == len(timers)
 
 
+def test_an_alarm_that_is_moved_often_leaves_the_others_alone() -> None:
+    """Goal: outdated entries are swept out, and nothing else. Method: one alarm is moved a thousand times beside another."""
+    timers: Timers[str] = Timers()
+    timers.set("rare", 500.0)
+    for number in range(1_000):
+        timers.set("busy", 1_000.0 + number)
+
+    assert ["rare", "busy", None] == [timers.take_due(1e9) for _ in range(3)]
+
+
 class Light(enum.Enum):
     RED = "red"
     GREEN = "green"

@@ -49,7 +49,7 @@ class FetchTable:
         return sum(len(fetch.loaded_block_ids) for fetch in quarantined)
 
     def move(self, fetch: Fetch, what: FetchInput, after: FetchState, deadline_s: float | None = None) -> None:
-        """Change or keep the state. A new state has the alarm `deadline_s` or none; a kept one keeps its own if that is None."""
+        """Change or keep the state. A new state has the alarm `deadline_s` or none; a kept one keeps its own if it is None."""
         before, fetch.state = fetch.state, after
         self._law.check(before, what, after)
         if before is after and deadline_s is None:
