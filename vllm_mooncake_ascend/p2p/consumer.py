@@ -319,7 +319,8 @@ class Consumer:
         if found is None:
             return
         self._peers.heard(found)
-        if not self._peers.learn(found, message.ranks, self._why_incompatible(message)):
+        differences = self._why_incompatible(message) if found.state is PeerState.ASKED else ()
+        if not self._peers.learn(found, message.ranks, differences):
             return
         if found.state is PeerState.REFUSED:
             self._end_all(self._fetches_of(found), FetchInput.PEER_REPLACED, counters.PEER_INCOMPATIBLE, now)
