@@ -250,7 +250,8 @@ class HandEngine:
         kv_output.kv_connector_stats = worker.get_kv_connector_stats()
         kv_output.kv_connector_worker_meta = worker.build_connector_worker_meta()
         worker.clear_connector_metadata()
-        return pickle.loads(pickle.dumps(kv_output))  # type: ignore[no-any-return]
+        copied: KVConnectorOutput = pickle.loads(pickle.dumps(kv_output))
+        return copied
 
     def _forward(self, output: Any) -> None:
         """Write the KV of every scheduled token."""

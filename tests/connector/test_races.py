@@ -6,6 +6,7 @@ As in `test_two_engines`, every test ends with all blocks back on each engine (`
 from __future__ import annotations
 
 import ctypes
+import threading
 import time
 from typing import Any
 
@@ -224,30 +225,29 @@ class LateEngine:
         self._engine.close()
 
 
-@pytest.mark.parametrize("num_local_blocks", [0, 3])
+@pytest.mark.parametrize(("num_local_blocks", "num_ranks"), [(0, 1), (3, 1), (3, 2)])
 def test_late_bytes_of_an_unknown_read_meet_no_kv(
-    make_engine: Make, monkeypatch: pytest.MonkeyPatch, num_local_blocks: int
+    make_engine: Make, monkeypatch: pytest.MonkeyPatch, num_local_blocks: int, num_ranks: int
 ) -> None:
     """Goal: blocks in which bytes may land are nobody's. Method: a read without a fence; its bytes come when the request,
     and others with it, run (0.30+), or shortly before its report (older)."""
-    producer, consumer = make_engine("kv_producer"), make_engine("kv_consumer", num_blocks=40)
+    producer = make_engine("kv_producer", tensor_parallel=num_ranks)
+    consumer = make_engine("kv_consumer", num_blocks=50, tensor_parallel=num_ranks)
     monkeypatch.setattr(limits, "QUARANTINE_S", 1.5)  # after they checked that theirs is long enough
-    worker = consumer.workers[0]._working._worker
-    late = worker._runner._engine = LateEngine(worker._runner._engine)
+    runner = consumer.workers[-1]._working._worker._runner
+    late = runner._engine = LateEngine(runner._engine)
     prompt, other = prompt_of(300), prompt_of(400, salt=1)
     if num_local_blocks:
         consumer.run_until(consumer.add(prompt[: num_local_blocks * BLOCK + 1], max_tokens=1))
 
     request_id = consumer.add(prompt, transfer=prefill(producer, prompt), max_tokens=8)
-    beside = consumer.add(other, max_tokens=60)
+    beside = consumer.add(other, max_tokens=500)
     while beside not in consumer.scheduler.requests or consumer.status(beside) != "RUNNING" or not late._asked:
         consumer.step()
-    for _ in range(4):
-        consumer.step()
+    if versions.HAS_FAILED_RECEIVES:
+        _run_to_running(consumer, request_id)
     late.land()
     assert consumer.holds_kv(other, consumer.block_ids(beside), num_tokens=len(other))
-    if versions.HAS_FAILED_RECEIVES:
-        assert "RUNNING" == consumer.status(request_id)
     _run_to_running(consumer, request_id)
     consumer.step()
     assert consumer.holds_kv(prompt, consumer.block_ids(request_id), num_tokens=len(prompt))
@@ -273,4 +273,58 @@ def test_a_read_that_fails_follows_the_policy(make_engine: Make, policy: str, nu
     expected = ("length", [10, 11, 12, 13]) if policy == "recompute" else ("error", [])
     assert expected == (consumer.finished[request_id], consumer.tokens[request_id])
     assert {request_id} == consumer.not_loaded
+    settle(producer, consumer)
+
+
+class SlowEngine:
+    """A transfer engine whose reads wait until the test lets them go on."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.is_reading = threading.Event()
+        self.may_go_on = threading.Event()
+
+    def read(self, session: Any, batch: Any) -> ReadResult:
+        self.is_reading.set()
+        self.may_go_on.wait(30.0)
+        result: ReadResult = self._engine.read(session, batch)
+        return result
+
+    def fence(self) -> bool:
+        return bool(self._engine.fence())
+
+
+@pytest.mark.parametrize("is_aborted", [False, True])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_rank_behind_the_others_is_waited_for(make_engine: Make, is_aborted: bool, asynchronous: bool) -> None:
+    """Goal: nothing runs on, and nobody else gets, blocks that one rank still reads into. Method: the second rank's call
+    stands still for many steps; the request waits, or is aborted meanwhile."""
+    producer = make_engine("kv_producer", tensor_parallel=2)
+    consumer = make_engine("kv_consumer", tensor_parallel=2, asynchronous=asynchronous)
+    runner = consumer.workers[-1]._working._worker._runner
+    slow = runner._engine = SlowEngine(runner._engine)
+    prompt = prompt_of(300)
+    request_id = consumer.add(prompt, transfer=prefill(producer, prompt), max_tokens=2)
+    if asynchronous:
+        consumer.schedule()
+    while not slow.is_reading.is_set():
+        consumer.schedule()
+        consumer.finish()
+    if is_aborted:
+        consumer.abort(request_id)
+    for _ in range(30):
+        consumer.schedule()
+        consumer.finish()
+    assert (set(), set()) == (consumer.loaded, consumer.not_loaded)
+    assert consumer.free_at_start - 10 == consumer.num_free_blocks
+
+    slow.may_go_on.set()
+    while request_id in consumer.scheduler.requests:
+        consumer.schedule()
+        consumer.finish()
+    while consumer.steps:
+        consumer.finish()
+
+    expected = ({request_id}, set(), []) if is_aborted else (set(), {request_id}, [10, 11])
+    assert expected == (consumer.not_loaded, consumer.loaded, consumer.tokens[request_id])
     settle(producer, consumer)
