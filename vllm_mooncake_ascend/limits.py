@@ -110,6 +110,61 @@ MAX_INBOX = 65_536
 PARAMS_MAX_AGE_S = 600.0
 """Signed kv_transfer_params older than this are not accepted."""
 
+# --- Prefix pool -------------------------------------------------------------------------------------------------------
+OBJECT_LEASE_S = 30.0
+"""`default_kv_lease_ttl` of the master we start: what a lookup or get has found is neither evicted nor removed this long.
+Mooncake's own default of 10 s was seen to pass under CPU pressure."""
+LOOKUP_WAIT_S = 0.005
+"""How long a request may be held back for its lookup; then it counts as a miss. A lookup of 1,000 keys takes 1.5 ms."""
+LOOKUP_OVERDUE_S = 1.0
+"""A lookup without an answer for this long is the sign of a dead master, whose calls take 4 to 30 s to say so."""
+MAX_LOOKUPS_AT_ONCE = 2
+"""Lookups under way: so that one slow call does not turn all others into misses. Each takes a thread."""
+MAX_QUEUED_LOOKUPS = 1_024
+"""Lookups that wait for their turn; a request beyond that is not looked up."""
+MAX_LOOKUPS_PER_REQUEST = 4
+"""A request that waits long for admission is looked up anew; each time vLLM may wait LOOKUP_WAIT_S for it."""
+MIN_HIT_TOKENS = 1
+"""Fewer tokens than this are cheaper to compute than to load."""
+LOAD_WAIT_S = 10.0
+"""A load that takes longer is given up, and the request computes: a get from a stopped owner hangs for 60 s."""
+MAX_LOADS = 1_024
+"""Loads of one engine that vLLM may wait for; further requests compute."""
+MAX_GETS_AT_ONCE = 2
+"""Gets of one worker under way, each of another load: one that hangs must not hold up all. Each takes a thread."""
+STORE_CALL_S = 61.0
+"""The longest a store call was seen to block: 60 s for a stopped owner, hard-coded in Mooncake 0.3.13."""
+SAVE_WAIT_S = 30.0
+"""A save that did not get its turn within this is dropped: its blocks are wanted back."""
+MAX_QUEUED_SAVE_BLOCKS = 4_096
+"""Blocks of saves waiting in one worker; the oldest saves are dropped first. Half a million tokens of 128 a block."""
+MAX_SAVED_RATIO = 0.25
+"""Share of an engine's KV blocks that saves may hold; beyond it nothing is saved until some have ended."""
+FULL_RETRY_S = 0.05
+"""A full store evicts in the background within 10 to 50 ms, so a put is tried once more after this."""
+FULL_PAUSE_MIN_S = 1.0
+"""Saves are dropped for this long when the store stays full, doubled each time up to the next bound."""
+FULL_PAUSE_MAX_S = 30.0
+KNOWN_STORED_S = 300.0
+"""How long an engine believes that what it put, or got, is still in the pool, and does not save it again."""
+MAX_KNOWN_STORED = 262_144
+"""Block hashes it believes that of, in each of two ages; 32 bytes each and the table."""
+STORE_PROBE_S = 1.0
+"""While the breaker is open the store's health is looked at this often; it costs no call, and is up to 2 s old."""
+PROBES_TO_CLOSE = 2
+"""Healthy answers in a row that close the breaker, because the first may be old."""
+BREAKER_NOTE_S = 30.0
+"""At most one line for the operator in this time, however often the store comes and goes."""
+STORE_RPC_MS = 2_000
+"""MC_RPC_TIMEOUT_MS we set: how long a call waits for a master that is stopped. Lookups of 10,000 keys take 13 ms."""
+STORE_CONNECT_S = 0.5
+"""A master's port that does not accept within this is taken for dead: the client's own attempt would hold the GIL for 5 s."""
+MAX_LOOKUP_KEYS = 16_384
+"""Keys of one lookup: 1.3 us each, so 20 ms; a prompt of two million tokens at 128 a block."""
+MASTER_CLIENT_TTL_S = 60.0
+"""`client_ttl` of the master we start: an owner silent for this long is forgotten with all it holds. Mooncake's own 10 s
+was seen to throw out live owners under CPU pressure."""
+
 # --- The waiting engine --------------------------------------------------------------------------------------------------
 EMPTY_STEP_WAIT_S = 0.005
 """Longest sleep in a step that has nothing to run. Neither vLLM's input queue nor a new request can end it, so it is
@@ -157,3 +212,7 @@ assert max(2 * 20.0, 30.0 + ENGINE_CALL_S) < QUARANTINE_S, "nothing may land aft
 assert MAX_MERGED_DESCRIPTOR_BYTES <= MAX_CALL_BYTES
 assert EMPTY_STEP_WAIT_S <= 0.005
 assert PROBE_INTERVAL_S + PROBE_ANSWER_S < COOL_DOWN_S, "a probe must find an instance broken before it is trusted again"
+assert LOAD_WAIT_S < OBJECT_LEASE_S / 2, "what a lookup found must outlive the load"
+assert LOOKUP_WAIT_S < LOOKUP_OVERDUE_S
+assert FULL_RETRY_S < FULL_PAUSE_MIN_S <= FULL_PAUSE_MAX_S
+assert STORE_CALL_S < QUARANTINE_S, "nothing may land after the quarantine"
