@@ -54,6 +54,7 @@ def test_decode_gets_the_prompts_kv(make_engine: Make, num_tokens: int) -> None:
     while consumer.status(request_id) != "RUNNING":
         consumer.step()
 
+    assert request_id in consumer.loaded
     assert consumer.holds_kv(prompt, consumer.block_ids(request_id), num_tokens=num_tokens - 1)
     consumer.run_until(request_id)
     assert [10, 11, 12, 13] == consumer.tokens[request_id]
@@ -71,6 +72,7 @@ def test_a_local_prefix_is_not_read_again(make_engine: Make) -> None:
     while consumer.status(request_id) != "RUNNING":
         consumer.step()
 
+    assert request_id in consumer.loaded
     assert consumer.holds_kv(prompt, consumer.block_ids(request_id), num_tokens=299)
     consumer.run_until(request_id)
     settle(producer, consumer)
@@ -135,6 +137,7 @@ def test_asynchronous_scheduling_gets_the_same_kv(make_engine: Make) -> None:
             assert consumer.holds_kv(prompt, consumer.block_ids(request_id), num_tokens=1099)
         consumer.finish()
     consumer.finish()
+    assert request_id in consumer.loaded
     settle(producer, consumer)
 
 
@@ -235,6 +238,8 @@ def test_an_engine_that_is_both_serves_itself_through_another(make_engine: Make)
     first.run_until(on_first, others=(second,))
     second.run_until(on_second, others=(first,))
 
+    assert on_first in first.loaded
+    assert on_second in second.loaded
     assert [10, 11, 12, 13] == first.tokens[on_first] == second.tokens[on_second]
     settle(first, second)
 
