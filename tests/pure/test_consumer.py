@@ -25,9 +25,9 @@ from tests.pure.stage import (
 )
 from vllm_mooncake_ascend import limits
 from vllm_mooncake_ascend.p2p import actions, counters, events
-from vllm_mooncake_ascend.types import Incarnation, Outcome
+from vllm_mooncake_ascend.types import Incarnation, Outcome, TransferId
 from vllm_mooncake_ascend.wire import messages
-from vllm_mooncake_ascend.wire.steps import PeerRanks, ReadOrder, Report
+from vllm_mooncake_ascend.wire.steps import PeerRanks, ReadEnded, ReadOrder, Report
 
 HELLO = messages.Hello(incarnation=DECODE, version=messages.PROTOCOL_VERSION)
 SUBSCRIBE = messages.Subscribe(**about())
@@ -180,6 +180,43 @@ def test_a_pending_request_asks_again_at_each_renewal() -> None:
     stage.welcome()
 
     assert SUBSCRIBE in sent(stage.wait(TTL_S / limits.RENEWALS_PER_TTL))
+
+
+def test_the_end_of_a_read_nobody_ordered_means_nothing() -> None:
+    """Goal: late and repeated ends do no harm. Method: of a stranger, before the order, and of another transfer."""
+    stage = at("ready")
+    of_another = ReadEnded(
+        transfer_id=TransferId("another"),
+        request_id=R,
+        rank=0,
+        outcome=Outcome.DONE,
+        reason="",
+        num_bytes=0,
+        num_descriptors=0,
+        seconds=0.0,
+    )
+
+    assert [] == stage.rank_ended(Outcome.DONE, request_id="stranger")
+    assert [] == stage.rank_ended(Outcome.DONE)
+    stage.allocate()
+    assert [] == stage.feed(events.RankReadEnded(ended=of_another))
+    assert 3 == stage.counts[counters.MESSAGES_IGNORED, counters.NOBODY_ASKED]
+
+
+def test_requests_that_vllm_holds_back_for_us_are_counted() -> None:
+    """Goal: the shell knows when waiting is for us. Method: one request waits, one reads, one is aborted while it reads."""
+    stage = at("reading")
+    for request_id in ("aborted", "waiting"):
+        stage.arrive(request_id)
+        stage.offered("ready", request_id)
+    stage.allocate(request_id="aborted")
+    stage.end_request("aborted")
+
+    assert 3 == stage.machine.num_loads
+    stage.rank_ended(Outcome.FAILED, request_id="aborted")
+    stage.rank_ended(Outcome.FAILED)
+    stage.end_request("waiting")
+    assert 0 == stage.machine.num_loads
 
 
 # --- refused ---------------------------------------------------------------------------------------------------------------

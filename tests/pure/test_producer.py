@@ -233,6 +233,20 @@ def test_a_transfer_has_a_bounded_number_of_readers() -> None:
     assert ["one too many"] == told_gone(stage.subscribe("one too many"))
 
 
+def test_releases_of_one_transfer_are_bounded_too() -> None:
+    """Goal: no table grows by messages. Method: one release more than readers are remembered; it is answered all the same."""
+    stage = ProducerStage()
+    stage.announce()
+    for number in range(limits.MAX_READERS_PER_TRANSFER):
+        stage.subscribe(f"r{number}")
+
+    assert [False] == verdicts(stage.release("one too many"))
+    assert limits.MAX_READERS_PER_TRANSFER == stage.machine.num_waiting_readers
+    stage.release("r0")
+    assert [False] == verdicts(stage.release("still too many"))
+    assert ["still too many"] == told_gone(stage.subscribe("still too many"))
+
+
 # --- leases ----------------------------------------------------------------------------------------------------------------
 
 

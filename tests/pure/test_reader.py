@@ -50,11 +50,12 @@ def ends(done: list[Any]) -> list[tuple[str, Outcome]]:
 def test_calls_run_one_after_another() -> None:
     """Goal: one engine call at a time, and one end. Method: a read of two calls, a second apart."""
     stage = ReaderStage()
+    stage.now = 100.0
 
     assert [call(index=0)] == stage.plan()
-    stage.now = 1.0
+    stage.now = 101.0
     assert [call(index=1)] == stage.call_ended(index=0)
-    stage.now = 2.5
+    stage.now = 102.5
     (end,) = stage.call_ended(index=1)
 
     ended = end.ended
