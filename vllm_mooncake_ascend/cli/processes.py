@@ -23,6 +23,8 @@ import msgspec
 
 STOP_GRACE_S = 15.0
 """Time between SIGTERM and SIGKILL: vLLM ends its engine and worker processes within 5 s when they are well."""
+KILL_S = 10.0
+"""SIGKILL takes effect when the kernel gets to it; a worker with gigabytes of memory to give back needs a moment."""
 POLL_S = 0.05
 LOG_TAIL_BYTES = 16_384
 
@@ -67,8 +69,12 @@ class Child:
         return self.exit_code() is not None and not live_group(self.pid)
 
     def reap(self) -> int:
-        """Kill what is left of the group and collect the leader. Returns how the leader ended."""
-        self.signal(signal.SIGKILL)
+        """Kill what is left of the group, see it gone, and collect the leader. Returns how the leader ended."""
+        if self._process.returncode is None:
+            self.signal(signal.SIGKILL)
+            deadline = time.monotonic() + KILL_S
+            while live_group(self.pid) and time.monotonic() < deadline:
+                time.sleep(POLL_S)
         return self._process.wait()
 
     def log_tail(self, num_lines: int = 20) -> str:
