@@ -6,10 +6,9 @@ export VENV
 export HF_HUB_OFFLINE = 1
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
-FAST := tests/tidy tests/pure tests/sim tests/proxy tests/cli
 
 .DEFAULT_GOAL := help
-.PHONY: help setup models check format lint types fast test oldest sim contract e2e docs demo soak clean
+.PHONY: help setup models check format lint types pure quick test oldest sim contract e2e docs demo soak clean
 
 help: ## this list
 	@sed -n 's/^\([a-z0-9]*\):.*## /  make \1\t/p' Makefile | expand -t 18
@@ -21,7 +20,7 @@ models: setup ## the models of demo and tests in build/models
 	@$(BIN)/python scripts/make_models.py
 
 check: setup ## format, lint, types, import rules, tidy, pure, simulation, proxy, cli: under a minute
-	@$(MAKE) --no-print-directory -j2 -k --output-sync=target lint types fast
+	@$(MAKE) --no-print-directory -j2 -k --output-sync=target lint types pure quick
 
 format: setup ## bring the format into order
 	@$(BIN)/ruff format -q . && $(BIN)/ruff check -q --fix .
@@ -32,8 +31,11 @@ lint: setup
 types: setup
 	@$(BIN)/mypy
 
-fast: setup
-	@$(PYTEST) -q $(FAST)
+pure: setup
+	@$(PYTEST) -q tests/pure
+
+quick: setup
+	@$(PYTEST) -q tests/tidy tests/sim tests/proxy tests/cli
 
 test: models ## the whole test suite but the soak, from nothing if need be
 	@$(PYTEST) -m "not soak"
