@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_mooncake_ascend import limits
-from vllm_mooncake_ascend.engines.environment import call_timeout_s, problems, safe_defaults
+from vllm_mooncake_ascend.engines.environment import call_timeout_s, problems, safe_defaults, store_defaults
 from vllm_mooncake_ascend.errors import ConfigError
 
 HOST = "10.0.0.1"
@@ -96,3 +96,9 @@ def test_a_timeout_that_is_no_number_is_named() -> None:
     """The variable and its value are in the message."""
     with pytest.raises(ConfigError, match=r"MC_TRANSFER_TIMEOUT.*'10s'"):
         call_timeout_s({"MC_TRANSFER_TIMEOUT": "10s"})
+
+
+def test_a_store_client_gets_its_values_and_the_user_keeps_his() -> None:
+    """One of the two is the user's."""
+    expected = {"MC_STORE_CLIENT_SETUP_RETRIES": "1"}
+    assert expected == store_defaults({"MC_RPC_TIMEOUT_MS": "9"})

@@ -1,11 +1,12 @@
-"""What the product needs of a transfer engine, as a Protocol: real Mooncake and the in-memory engine both follow it.
+"""What the product needs of a transfer engine and of a store, as Protocols: real Mooncake and doubles in memory follow them.
 
-One contract suite (`testing/contracts.py`) is run against every implementation. The in-memory engine is stricter than
-the real one, never kinder.
+One contract suite each (`testing/contracts.py`, `testing/store_contracts.py`) is run against every implementation. The
+doubles are stricter than the real ones, never kinder.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -13,6 +14,7 @@ import msgspec
 
 from vllm_mooncake_ascend.layout.plane import Region
 from vllm_mooncake_ascend.planner.batch import CopyBatch
+from vllm_mooncake_ascend.planner.store_batch import StoreBatch
 from vllm_mooncake_ascend.types import Outcome, Session
 
 
@@ -57,3 +59,106 @@ class TransferEngine(Protocol):
 
     def close(self) -> None:
         """Unregister and stop; waits for a read under way. Further calls are REFUSED, a second close does nothing."""
+
+
+StoreKey = str
+"""Name of one object: printable ASCII, at most `limits.MAX_ID_CHARS` characters."""
+
+
+class KeyOutcome(enum.Enum):
+    """What is known of one key after a call of the store."""
+
+    DONE = "done"
+    """Get: every byte is in place and the value has the expected length. Exists: it is there now."""
+    ACCEPTED = "accepted"
+    """Put: the store took the call for good. Not to say that it keeps *these* bytes: another client may have put the key
+    before, or be putting it, or have died in the midst of it."""
+    MISSING = "missing"
+    """Get, exists: certainly not there; the target is untouched."""
+    FULL = "full"
+    """Put: no room; no byte moved and none will."""
+    REFUSED = "refused"
+    """No call was made."""
+    FAILED = "failed"
+    """Nothing of it moves any more; a get's target holds an undefined mix of old and new bytes."""
+    UNKNOWN = "unknown"
+    """Get: bytes may still land in the target. Put: the source may still be read. Exists: no answer."""
+
+
+class KeyResult(msgspec.Struct, frozen=True, kw_only=True):
+    """End of one key's part of a call."""
+
+    outcome: KeyOutcome
+    code: int
+    """Mooncake's own, 0 where it was not asked or had nothing to complain of."""
+    reason: str
+    """Empty when DONE, ACCEPTED or MISSING; else what failed, the code with its meaning, and what to do."""
+
+
+class StoreAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """End of one call: a result for each key, in the order of the keys."""
+
+    results: tuple[KeyResult, ...]
+    is_lost: bool
+    """The call showed that the master does not answer. Further calls may cost seconds each: open the breaker."""
+
+    @property
+    def outcomes(self) -> tuple[KeyOutcome, ...]:
+        return tuple(result.outcome for result in self.results)
+
+
+class StoreHealth(enum.Enum):
+    """Whether a store can be used."""
+
+    CONNECTED = "connected"
+    UNREACHABLE = "unreachable"
+    """The master does not answer. The client goes on trying, and connects again by itself."""
+    CLOSED = "closed"
+    """There is no client: `connect` was not called, or failed, or the store is closed."""
+
+
+class KVStore(Protocol):
+    """One worker's or scheduler's door to the shared pool. All methods may be called from any thread, at the same time.
+
+    Calls never raise for what the master, an owner of memory or the network does. A call of put or get may take
+    `limits.STORE_CALL_S`: only use threads that may wait so long. One call holds at most `limits.MAX_CALL_DESCRIPTORS`
+    buffers and `limits.MAX_CALL_BYTES` bytes, or a single key; each key once; exists at most `limits.MAX_LOOKUP_KEYS` keys.
+    What is beyond that is REFUSED whole.
+    """
+
+    def connect(self) -> None:
+        """Become a client of the master, with the memory registered so far. Does nothing when connected.
+
+        Raises:
+            EngineError: no master answers, or it does not take us. May be tried again.
+        """
+
+    def register(self, regions: Sequence[Region]) -> None:
+        """Make memory usable as source and target. As `TransferEngine.register`; may come before `connect`."""
+
+    def put(self, keys: Sequence[StoreKey], batch: StoreBatch) -> StoreAnswer:
+        """Store the bytes of each key's buffers under it, unless it exists. ACCEPTED, FULL, REFUSED, FAILED or UNKNOWN."""
+
+    def get(self, keys: Sequence[StoreKey], batch: StoreBatch) -> StoreAnswer:
+        """Copy each key's value into its buffers. DONE, MISSING, REFUSED, FAILED or UNKNOWN.
+
+        A value whose length is not `batch.value_bytes` is never DONE.
+        """
+
+    def exists(self, keys: Sequence[StoreKey]) -> StoreAnswer:
+        """Look each key up: DONE, MISSING, REFUSED or UNKNOWN. What is found is kept for the master's object lease."""
+
+    def health(self) -> StoreHealth:
+        """Where we lend memory: what our own client's last ping said, some seconds old, at no cost. Else the master is asked,
+        which takes `limits.STORE_RPC_MS` when it is silent and 5 s right after its death."""
+
+    def fence(self) -> bool:
+        """After an UNKNOWN put or get: make sure that nothing of any earlier one moves any more.
+
+        The client behind which something is unknown is closed and made anew; where one client does all, the memory it lends
+        to the pool goes with it. True when it is certain (also when nothing is unknown). False while a call is under way:
+        until that ends new calls are REFUSED; ask again. Needs no master.
+        """
+
+    def close(self) -> None:
+        """Waits for calls under way, at most `limits.STORE_CALL_S`. Further calls are REFUSED; a second close does nothing."""

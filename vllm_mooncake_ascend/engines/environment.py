@@ -13,6 +13,8 @@ exists, because Mooncake reads most of these once. A value of the user is never 
 | MC_USE_IPV6                          | 1, IPv6 hosts  | without it the engine listens on IPv4 only                       |
 | ASCEND_CONNECT_TIMEOUT               | 3000 (ms)      | default 10 s, tried twice: longer than MC_TRANSFER_TIMEOUT       |
 | ASCEND_TRANSFER_TIMEOUT              | 3000 (ms)      | the same                                                         |
+| MC_STORE_CLIENT_SETUP_RETRIES        | 1, store only  | setup holds the GIL; 20 tries are 90 s when the master is down   |
+| MC_RPC_TIMEOUT_MS                    | STORE_RPC_MS   | store only: 30 s of waiting for a stopped master otherwise       |
 
 At ERROR Mooncake still prints a line "Local segment descriptor not found" for each engine, which means nothing; the level is
 read when Mooncake is imported.
@@ -61,6 +63,12 @@ def safe_defaults(environ: Mapping[str, str], *, protocol: str, host: str) -> di
         wanted["ASCEND_TRANSFER_TIMEOUT"] = str(ASCEND_TIMEOUT_MS)
     if ":" in host:
         wanted["MC_USE_IPV6"] = "1"
+    return {name: value for name, value in wanted.items() if name not in environ}
+
+
+def store_defaults(environ: Mapping[str, str]) -> dict[str, str]:
+    """What a client of the store needs beside `safe_defaults`; again only what `environ` has not."""
+    wanted = {"MC_STORE_CLIENT_SETUP_RETRIES": "1", "MC_RPC_TIMEOUT_MS": str(limits.STORE_RPC_MS)}
     return {name: value for name, value in wanted.items() if name not in environ}
 
 
