@@ -1,0 +1,40 @@
+"""Every store keeps the same contract: the one in memory, and real Mooncake between processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from vllm_mooncake_ascend.testing.memory_store_world import MemoryStoreWorld
+from vllm_mooncake_ascend.testing.mooncake_store_world import MooncakeStoreWorld
+from vllm_mooncake_ascend.testing.store_contracts import KV_STORE_CHECKS
+from vllm_mooncake_ascend.testing.store_world import StoreCheck
+
+LATE_WATCH_S = 5.0
+"""Without a fence, late bytes land within a third of a second of the owner's going on."""
+
+
+@pytest.fixture
+def mooncake_world(mooncake_environment: None) -> Iterator[MooncakeStoreWorld]:
+    """Real Mooncake over TCP."""
+    world = MooncakeStoreWorld(late_watch_s=LATE_WATCH_S)
+    yield world
+    world.close()
+
+
+def _name(check: StoreCheck) -> str:
+    return check.__name__
+
+
+@pytest.mark.parametrize("check", KV_STORE_CHECKS, ids=_name)
+def test_memory_store_keeps_the_contract(check: StoreCheck) -> None:
+    """Each check of the contract, against clients in memory."""
+    check(MemoryStoreWorld())
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("check", KV_STORE_CHECKS, ids=_name)
+def test_mooncake_store_keeps_the_contract(check: StoreCheck, mooncake_world: MooncakeStoreWorld) -> None:
+    """Each check of the contract, against the installed Mooncake: a master and clients on loopback, a process each."""
+    check(mooncake_world)
