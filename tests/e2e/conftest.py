@@ -15,7 +15,7 @@ import pytest
 
 from vllm_mooncake_ascend.cli import processes
 from vllm_mooncake_ascend.testing.engine_messages import EngineSpec
-from vllm_mooncake_ascend.testing.engine_pair import EnginePair, Reference
+from vllm_mooncake_ascend.testing.engine_pair import SHORT_GOLDEN_LENGTHS, EnginePair, Reference
 from vllm_mooncake_ascend.testing.engine_process import EngineProcess, wait_all_ready
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -129,7 +129,7 @@ def free_port() -> Callable[[], int]:
 
 @pytest.fixture(scope="module")
 def _fat(start_for_module: Start, free_port: Callable[[], int]) -> EnginePair:
-    size = {"num_gpu_blocks_override": 160}
+    size = {"num_gpu_blocks_override": 100, "max_model_len": 2048}
     lease = {"lease_ttl_s": FAT_LEASE_TTL_S, "side_channel_port": free_port()}
     engines = [
         start_for_module("fat-prefill", FAT, "kv_producer", extra=lease, **size),
@@ -138,7 +138,7 @@ def _fat(start_for_module: Start, free_port: Callable[[], int]) -> EnginePair:
     ]
     wait_all_ready(engines)
     prefill, decode, plain = engines
-    fat = EnginePair(prefill, decode, Reference(plain))
+    fat = EnginePair(prefill, decode, Reference(plain), golden_lengths=SHORT_GOLDEN_LENGTHS)
     fat.warm_up()
     return fat
 

@@ -29,8 +29,11 @@ NUM_LANES = 4
 """Connections that Mooncake's TCP transport opens to a peer as it needs them and then keeps (MC_TCP_LANES_PER_PEER)."""
 VOCABULARY = range(3, 49_000)
 """Token ids of the test models, special tokens left out."""
-KEPT_GOLDEN_LENGTHS = (5, 32, 65, 300, 700)
-FRESH_GOLDEN_LENGTHS = (31, 33, 128, 513, 1100)
+GOLDEN_LENGTHS = (5, 32, 65, 300, 700, 31, 33, 128, 513, 1100)
+SHORT_GOLDEN_LENGTHS = (5, 32, 65, 100, 200, 31, 33, 64, 96, 130)
+"""For a model whose prefill is slow."""
+NUM_KEPT_GOLDEN = 5
+"""So many of the golden prompts are the same every time, and so are cached; the others are new every time."""
 
 Prompt = tuple[int, ...]
 
@@ -72,10 +75,18 @@ class Reference:
 class EnginePair:
     """Two engines and their reference; used by one thread."""
 
-    def __init__(self, prefill: EngineProcess, decode: EngineProcess, reference: Reference) -> None:
+    def __init__(
+        self,
+        prefill: EngineProcess,
+        decode: EngineProcess,
+        reference: Reference,
+        *,
+        golden_lengths: Sequence[int] = GOLDEN_LENGTHS,
+    ) -> None:
         self.prefill = prefill
         self.decode = decode
         self.reference = reference
+        self._golden_lengths = golden_lengths
         self._num_checks = 0
         self._num_flushes = 0
         self._at_start: dict[str, Footprint] = {}
@@ -195,17 +206,18 @@ class EnginePair:
     def _wrong_golden_answers(self) -> dict[int, Text]:
         """Ten prompts, half of them seen before (local hits on both sides), half new."""
         self._num_checks += 1
-        seen_before = [random_prompt("golden", length) for length in KEPT_GOLDEN_LENGTHS]
-        new = [random_prompt(f"golden {self._num_checks}", length) for length in FRESH_GOLDEN_LENGTHS]
-        return self.wrong_answers(seen_before + new)
+        seeds = ["golden"] * NUM_KEPT_GOLDEN + [f"golden {self._num_checks}"] * NUM_KEPT_GOLDEN
+        return self.wrong_answers(map(random_prompt, seeds, self._golden_lengths))
 
     def _changes(self, engine: EngineProcess) -> dict[str, tuple[Any, Any]]:
-        """What differs from the engine's start, as (at start, now)."""
+        """What differs from the engine's start, as (at start, now); fewer threads and sockets do not."""
         before = msgspec.to_builtins(self._at_start[engine.spec.name])
         after = msgspec.to_builtins(self._settled(engine))
-        if after["num_sockets"] <= before["num_sockets"] + NUM_LANES:
-            after["num_sockets"] = before["num_sockets"]
-        return {name: (before[name], after[name]) for name in before if before[name] != after[name]}
+        grown = {name: (before[name], after[name]) for name in before if before[name] != after[name]}
+        for name, spare in (("num_threads", 0), ("num_sockets", NUM_LANES)):
+            if after[name] <= before[name] + spare:
+                grown.pop(name, None)
+        return grown
 
     def _settled(self, engine: EngineProcess) -> Footprint:
         """The engine's footprint, once it holds nothing or has had its time to let go."""
