@@ -1,0 +1,1 @@
+"""Machines of the prefix pool: lookups, loads, saves and the book of the scheduler; gets and puts of a worker."""
