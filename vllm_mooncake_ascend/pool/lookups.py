@@ -109,7 +109,6 @@ class Lookup:
     num_started: int = 0
     started_at_s: float = 0.0
     """When the call began that the answer is of: object leases are as old as that."""
-    is_awaited: bool = False
 
 
 class Lookups:
@@ -134,6 +133,8 @@ class Lookups:
         """QUEUED ones, oldest first."""
         self._calls: dict[int, Lookup] = {}
         """Calls under way by number; their wish may have gone."""
+        self._awaited: set[RequestId] = set()
+        """QUEUED and RUNNING ones that vLLM has asked for."""
         self._timers: Timers[RequestId | int] = Timers()
         """Waiting ends, by request; calls are overdue, by number."""
         self._last_id = 0
@@ -143,8 +144,8 @@ class Lookups:
 
     @property
     def num_awaited(self) -> int:
-        """Requests that vLLM holds back for their lookup; counted at each call."""
-        return sum(lookup.is_awaited for lookup in self._lookups.values() if lookup.state in (_S.QUEUED, _S.RUNNING))
+        """Requests that vLLM holds back for their lookup."""
+        return len(self._awaited)
 
     @property
     def num_calls(self) -> int:
@@ -190,8 +191,8 @@ class Lookups:
             self._queue_or_miss(lookup, LookupInput.TRIED, now)
         else:
             self._move(lookup, LookupInput.TRIED, lookup.state)
-        if lookup.state in (LookupState.QUEUED, LookupState.RUNNING) and not lookup.is_awaited:
-            lookup.is_awaited = True
+        if lookup.state in (LookupState.QUEUED, LookupState.RUNNING) and request_id not in self._awaited:
+            self._awaited.add(request_id)
             self._timers.set(request_id, now + self._settings.lookup_wait_s)
 
     def failed(self, request_id: RequestId) -> None:
@@ -274,7 +275,6 @@ class Lookups:
         if reason:
             self._miss(lookup, what, reason)
         else:
-            lookup.is_awaited = False
             self._move(lookup, what, LookupState.QUEUED)
             self.start_calls(now)
 
@@ -301,6 +301,7 @@ class Lookups:
             self._queue[lookup.request_id] = lookup
         elif after is not LookupState.RUNNING:
             self._timers.drop(lookup.request_id)
+            self._awaited.discard(lookup.request_id)
         if after is LookupState.UNKNOWN:
             del self._lookups[lookup.request_id]
         elif before is LookupState.UNKNOWN:
