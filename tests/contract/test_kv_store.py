@@ -11,7 +11,7 @@ from vllm_mooncake_ascend.testing.mooncake_store_world import MooncakeStoreWorld
 from vllm_mooncake_ascend.testing.store_contracts import KV_STORE_CHECKS
 from vllm_mooncake_ascend.testing.store_world import StoreCheck
 
-LATE_WATCH_S = 5.0
+LATE_WATCH_S = 2.0
 """Without a fence, late bytes land within a third of a second of the owner's going on."""
 
 
