@@ -134,6 +134,14 @@ MAX_GETS_AT_ONCE = 2
 """Gets of one worker under way, each of another load: one that hangs must not hold up all. Each takes a thread."""
 STORE_CALL_S = 61.0
 """The longest a store call was seen to block: 60 s for a stopped owner, hard-coded in Mooncake 0.3.13."""
+FENCE_RETRY_MIN_S = 0.05
+"""A fence of the store that did not hold is tried again after this, doubled each time up to the next bound. After an UNKNOWN
+get there is no time after which its bytes cannot land: 235 of 256 buffers did when the owner went on, 100 s after the get had
+failed. So no waiting takes the fence's place."""
+FENCE_RETRY_MAX_S = 5.0
+LOAD_END_S = 2 * STORE_CALL_S + RANK_ANSWER_S
+"""A load that was given up and has not ended at some rank after this is told to the operator, and keeps its blocks: its call
+under way, another one that the fence had to wait for, the fence, and the way back."""
 SAVE_WAIT_S = 30.0
 """A save that did not get its turn within this is dropped: its blocks are wanted back."""
 MAX_QUEUED_SAVE_BLOCKS = 4_096
@@ -214,5 +222,5 @@ assert EMPTY_STEP_WAIT_S <= 0.005
 assert PROBE_INTERVAL_S + PROBE_ANSWER_S < COOL_DOWN_S, "a probe must find an instance broken before it is trusted again"
 assert LOAD_WAIT_S < OBJECT_LEASE_S / 2, "what a lookup found must outlive the load"
 assert LOOKUP_WAIT_S < LOOKUP_OVERDUE_S
+assert FENCE_RETRY_MIN_S <= FENCE_RETRY_MAX_S < RANK_ANSWER_S
 assert FULL_RETRY_S < FULL_PAUSE_MIN_S <= FULL_PAUSE_MAX_S
-assert STORE_CALL_S < QUARANTINE_S, "nothing may land after the quarantine"

@@ -67,23 +67,32 @@ def test_a_request_is_let_down_once() -> None:
     assert 0 == stage.ask()
 
 
-def test_unknown_bytes_keep_their_blocks_while_the_request_computes() -> None:
-    """Goal: late bytes land in blocks of nobody. Method: report at once, unpin after the quarantine."""
+def test_blocks_are_kept_until_all_ranks_have_ended_while_the_request_computes() -> None:
+    """Goal: late bytes land in blocks of nobody. Method: report when the load is late, unpin at the end, an hour later."""
     stage = loading()
 
-    assert [report(ALL, ok=False)] == stage.load_ended(Outcome.UNKNOWN, failed=(15,))
+    assert [CANCEL, report(ALL, ok=False)] == stage.wait(limits.LOAD_WAIT_S)
     assert 6 == stage.machine.num_quarantined_blocks
     stage.end()
-    assert [] == stage.wait(limits.QUARANTINE_S - 1)
-    assert [unpin(*ALL)] == stage.wait(limits.QUARANTINE_S)
+    assert [] == stage.wait(3_600.0)
+    assert [unpin(*ALL)] == stage.load_ended(Outcome.FAILED, failed=(15,))
+    assert 0 == stage.machine.num_quarantined_blocks
 
 
-def test_the_report_waits_with_the_quarantine_where_blocks_are_given_back() -> None:
-    """Goal: as above on vLLM < 0.30. Method: nothing until the quarantine is over."""
+def test_the_report_waits_for_all_ranks_where_blocks_are_given_back() -> None:
+    """Goal: as above on vLLM < 0.30. Method: no report until the rank has ended, an hour later."""
     stage = loading(can_report_unknown_at_once=False)
 
-    assert [] == stage.load_ended(Outcome.UNKNOWN, failed=(15,))
-    assert [unpin(*ALL), report(ALL, ok=False)] == stage.wait(limits.QUARANTINE_S)
+    assert [CANCEL] == stage.wait(3_600.0)
+    assert [unpin(*ALL), report((15,), ok=False)] == stage.load_ended(Outcome.FAILED, failed=(15,))
+
+
+def test_an_unknown_end_is_none() -> None:
+    """Goal: a rank that has not fenced keeps the blocks. Method: a worker that breaks the rule, then keeps it."""
+    stage = loading()
+
+    assert [] == stage.load_ended(Outcome.UNKNOWN, failed=ALL)
+    assert [unpin(*ALL), report(ALL, ok=False)] == stage.load_ended(Outcome.FAILED, failed=ALL)
 
 
 def test_a_load_that_takes_too_long_is_given_up() -> None:
@@ -97,12 +106,12 @@ def test_a_load_that_takes_too_long_is_given_up() -> None:
 
 
 def test_what_one_rank_could_not_do_is_not_waited_for_on_another() -> None:
-    """Goal: the request computes at once. Method: one of two ranks fails, the other is unknown much later."""
+    """Goal: the request computes at once. Method: one of two ranks fails, the other has fenced much later."""
     stage = loading(num_ranks=2)
 
     assert [CANCEL, report(ALL, ok=False)] == stage.load_ended(Outcome.FAILED, failed=(10,))
-    assert [] == stage.load_ended(Outcome.UNKNOWN, rank=1)
-    assert [unpin(*ALL)] == stage.wait(limits.QUARANTINE_S)
+    assert [] == stage.wait(100.0)
+    assert [unpin(*ALL)] == stage.load_ended(Outcome.FAILED, rank=1)
 
 
 def test_an_aborted_load_is_reported_too() -> None:
@@ -162,10 +171,9 @@ def test_a_reset_gives_up_what_is_being_loaded() -> None:
     assert [unpin(*ALL)] == stage.load_ended()
 
 
-def test_a_request_id_may_come_again_while_its_old_load_is_quarantined() -> None:
+def test_a_request_id_may_come_again_while_its_old_load_has_not_ended() -> None:
     """Goal: loads are told apart by their own numbers. Method: the new request loads and ends while the old blocks wait."""
     stage = loading()
-    stage.load_ended(Outcome.UNKNOWN)
     stage.end()
     stage.now = 1.0
     stage.arrive()

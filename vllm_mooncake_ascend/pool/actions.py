@@ -1,9 +1,9 @@
 """What the machines of the pool ask for. Shells carry these out in order and feed outcomes back as events.
 
-Which thread: `StartLookup`, `StartGet`, `StartPut` and `ProbeStore` by threads that may block (lookups, gets and puts on
-threads of their own, as many as may be under way at once); `PinBlocks`, `UnpinBlocks`, `Order...`, `CancelLoad` and
-`ReportReceive` by vLLM's scheduler thread, pins before the hook returns that fed the event; `End...` go up with the
-worker's next output.
+Which thread: `StartLookup`, `StartGet`, `StartPut`, `FenceStore` and `ProbeStore` by threads that may block (lookups, gets and
+puts on threads of their own, as many as may be under way at once; a fence on any of those for gets); `PinBlocks`,
+`UnpinBlocks`, `Order...`, `CancelLoad` and `ReportReceive` by vLLM's scheduler thread, pins before the hook returns that fed
+the event; `End...` go up with the worker's next output.
 """
 
 from __future__ import annotations
@@ -104,6 +104,11 @@ class ProbeStore(_Action, frozen=True, kw_only=True):
     """Ask the store's client for its health. Answered by one ProbeEnded."""
 
 
+class FenceStore(_Action, frozen=True, kw_only=True):
+    """Worker: fence the store (`KVStore.fence`). Answered by one FenceEnded; no get of this worker starts before that,
+    and no put but those of a save that is under way."""
+
+
 class Count(_Action, frozen=True, kw_only=True):
     """Add to a counter of `pool.counters`; `reason` is a label from a bounded set ("" where the counter has none)."""
 
@@ -123,4 +128,4 @@ class Note(_Action, frozen=True, kw_only=True):
 SchedulerAction = Union[
     StartLookup, PinBlocks, UnpinBlocks, OrderLoad, CancelLoad, OrderSave, ReportReceive, ProbeStore, Count, Note
 ]
-WorkerAction = Union[StartGet, EndLoad, StartPut, EndSave, ProbeStore, Count, Note]
+WorkerAction = Union[StartGet, EndLoad, StartPut, EndSave, FenceStore, ProbeStore, Count, Note]

@@ -166,6 +166,13 @@ class PutEnded(_Event, frozen=True, kw_only=True):
     is_lost: bool
 
 
+class FenceEnded(_Event, frozen=True, kw_only=True):
+    """A fence of the store has ended."""
+
+    holds: bool
+    """It is certain that nothing of any earlier call moves any more. False also when it raised."""
+
+
 # --- both ------------------------------------------------------------------------------------------------------------------
 
 
@@ -194,5 +201,5 @@ SchedulerEvent = Union[
     TimerFired,
 ]
 WorkerEvent = Union[
-    LoadPlanned, LoadRefused, LoadCancelled, GetEnded, SavePlanned, SaveRefused, PutEnded, ProbeEnded, TimerFired
+    LoadPlanned, LoadRefused, LoadCancelled, GetEnded, SavePlanned, SaveRefused, PutEnded, FenceEnded, ProbeEnded, TimerFired
 ]

@@ -7,9 +7,11 @@ under way at once, so that one that hangs does not hold up all. States of a load
     QUEUED     no call of it is under way; waits for its turn
     GETTING    a call of it is under way
     STOPPING   a call of it is under way, and no other will start
+    UNFENCED   no call of it is under way or will start; bytes of its last one may land until the store's fence holds
 
-Each order is ended exactly once, and not before its call under way has ended: only then is it certain that no further byte
-is asked for. The first key that did not come ends the load: the request will compute its block, and all behind it.
+Each order is ended exactly once, and not before its call under way has ended and nothing of it can land any more: after an
+UNKNOWN get only a fence says so, never a time (`fence`). Hence no load ends UNKNOWN. The first key that did not come ends the
+load: the request will compute its block, and all behind it.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ class GetState(enum.Enum):
     QUEUED = "queued"
     GETTING = "getting"
     STOPPING = "stopping"
+    UNFENCED = "unfenced"
 
 
 class GetInput(enum.Enum):
@@ -44,11 +47,14 @@ class GetInput(enum.Enum):
     TURN = "its turn"
     ALL_CAME = "call ended: all keys came"
     NOT_ALL_CAME = "call ended: some key did not come"
+    UNKNOWN_CAME = "call ended: some key unknown"
+    FENCED = "the fence holds"
     STOP = "cancelled, late, or store lost"
 
 
 _S, _I = GetState, GetInput
 _WORST = Cell("EndLoad with the worst outcome of a key", (_S.UNKNOWN,))
+_FENCE = Cell("wait for the fence", (_S.UNFENCED,))
 _WAIT = Cell("nothing yet: the call is under way", (_S.STOPPING,))
 
 GET_LAW: Law[GetState, GetInput] = Law(
@@ -67,12 +73,18 @@ GET_LAW: Law[GetState, GetInput] = Law(
         _S.GETTING: {
             _I.ALL_CAME: Cell("to the end of the queue; EndLoad(done) after the last", (_S.QUEUED, _S.UNKNOWN)),
             _I.NOT_ALL_CAME: _WORST,
+            _I.UNKNOWN_CAME: _FENCE,
             _I.STOP: _WAIT,
         },
         _S.STOPPING: {
             _I.ALL_CAME: Cell("EndLoad(done if it was the last, else failed)", (_S.UNKNOWN,)),
             _I.NOT_ALL_CAME: _WORST,
+            _I.UNKNOWN_CAME: _FENCE,
             _I.STOP: _WAIT,
+        },
+        _S.UNFENCED: {
+            _I.FENCED: Cell("EndLoad(failed)", (_S.UNKNOWN,)),
+            _I.STOP: Cell("nothing: no call will start", (_S.UNFENCED,)),
         },
     }
 )
@@ -93,6 +105,8 @@ class WorkerLoad:
     num_bytes: int = 0
     started_at_s: float | None = None
     stop_reason: str = ""
+    failed_block_ids: tuple[int, ...] = ()
+    """Of a load that waits for the fence."""
 
     def blocks_from(self, call_index: int) -> tuple[int, ...]:
         """Blocks of this call and all behind it."""
@@ -100,7 +114,7 @@ class WorkerLoad:
 
 
 class Gets:
-    """`is_shut` and `lost` are the breaker's."""
+    """`is_shut` is the breaker's; `want_fence` is told of each call that ended UNKNOWN."""
 
     def __init__(
         self,
@@ -108,12 +122,14 @@ class Gets:
         settings: WorkerSettings,
         do: Callable[[actions.WorkerAction], None],
         is_shut: Callable[[], bool],
+        want_fence: Callable[[float], None],
         law: Law[GetState, GetInput],
     ) -> None:
         self._rank = rank
         self._settings = settings
         self._do = do
         self._is_shut = is_shut
+        self._want_fence = want_fence
         self._law = law
         self._loads: dict[int, WorkerLoad] = {}
         """In order of turns."""
@@ -124,6 +140,11 @@ class Gets:
 
     def __len__(self) -> int:
         return len(self._loads)
+
+    @property
+    def num_calls(self) -> int:
+        """Gets under way."""
+        return self._num_calls
 
     def next_timer(self) -> float | None:
         return self._timers.next_s()
@@ -221,9 +242,26 @@ class Gets:
             reason = counters.STORE_LOST
         elif event.num_missing == len(failed):
             reason = counters.MISSING
+        failed += load.blocks_from(load.num_done + 1)
+        if outcome is Outcome.UNKNOWN:
+            load.stop_reason, load.failed_block_ids = reason, failed
+            self._await_fence(load, now)
+            return
         if outcome is Outcome.REFUSED and (load.num_done or Outcome.DONE in event.outcomes):
             outcome = Outcome.FAILED
-        self._end(load, GetInput.NOT_ALL_CAME, outcome, reason, failed + load.blocks_from(load.num_done + 1), now)
+        self._end(load, GetInput.NOT_ALL_CAME, outcome, reason, failed, now)
+
+    def _await_fence(self, load: WorkerLoad, now: float) -> None:
+        self._do(actions.Count(name=counters.QUARANTINES, reason=counters.GET))
+        self._timers.drop(load.load_id)
+        self._move(load, GetInput.UNKNOWN_CAME, GetState.UNFENCED)
+        self._want_fence(now)
+
+    def fenced(self, now: float) -> None:
+        """Nothing of any earlier get can land any more."""
+        for load in list(self._loads.values()):
+            if load.state is GetState.UNFENCED:
+                self._end(load, GetInput.FENCED, Outcome.FAILED, load.stop_reason, load.failed_block_ids, now)
 
     # --- ends ---------------------------------------------------------------------------------------------------------
 
@@ -231,6 +269,8 @@ class Gets:
         if load.state is GetState.QUEUED:
             outcome = Outcome.FAILED if load.num_done else Outcome.REFUSED
             self._end(load, GetInput.STOP, outcome, reason, load.blocks_from(load.num_done), now)
+        elif load.state is GetState.UNFENCED:
+            self._move(load, GetInput.STOP, GetState.UNFENCED)
         else:
             load.stop_reason = load.stop_reason or reason
             self._move(load, GetInput.STOP, GetState.STOPPING)
@@ -238,7 +278,7 @@ class Gets:
     def _end(
         self, load: WorkerLoad, what: GetInput, outcome: Outcome, reason: str, failed_block_ids: tuple[int, ...], now: float
     ) -> None:
-        """The one end of a load at this worker: no call of it is under way, and none will start."""
+        """The one end of a load at this worker: no call of it is under way, none will start, and nothing of it can land."""
         self._loads.pop(load.load_id, None)
         self._timers.drop(load.load_id)
         self._remember(load.load_id)

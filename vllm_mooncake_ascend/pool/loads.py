@@ -1,13 +1,14 @@
 """Loads: from the allocation of blocks for pool tokens to the one report. A part of the scheduler's machine.
 
-All ranks load, each its own shards, and each ends the load once. The blocks are pinned from the order until nothing can
-land in them any more. A load that takes too long, or that one rank could not do, is given up: where a failed receive gives the
-request other blocks, it is reported at once and computes while some call may still hang. States of a load:
+All ranks load, each its own shards, and each ends the load once, when nothing of it can land any more: a rank with a get of
+unknown outcome fences its store first (`fence`). The blocks are pinned until all have ended, however long that takes. A load
+that takes too long, or that one rank could not do, is given up: where a failed receive gives the
+request other blocks, it is reported at once and computes while some call may still hang; elsewhere the report waits for the
+ranks. States of a load:
 
-    UNKNOWN      not in the table
-    LOADING      the ranks load
-    STOPPING     nothing will come of it; waits until every rank has ended it
-    QUARANTINED  bytes may still land in its blocks: pinned until none can
+    UNKNOWN   not in the table
+    LOADING   the ranks load
+    STOPPING  nothing will come of it; waits until every rank has ended it, as bytes may land until then
 
 vLLM is owed exactly one report for each order, also for a request it has aborted. Loads have numbers of their own, because a
 request whose load was reported may end, and its id come again, while the old load still holds its blocks.
@@ -35,7 +36,6 @@ class LoadState(enum.Enum):
     UNKNOWN = "unknown"
     LOADING = "loading"
     STOPPING = "stopping"
-    QUARANTINED = "quarantined"
 
 
 class LoadInput(enum.Enum):
@@ -45,7 +45,6 @@ class LoadInput(enum.Enum):
     RANK_FAILED = "a rank failed, others still load"
     ALL_DONE = "all ranks: done"
     ALL_FAILED = "all ranks: worst refused or failed"
-    ALL_UNKNOWN = "all ranks: worst unknown"
     ENDED = "request ended"
     RESET = "pool reset"
     LATE = "time is over"
@@ -55,7 +54,6 @@ _S, _I = LoadState, LoadInput
 _STOP = Cell("CancelLoad; report failed if pins suffice", (_S.STOPPING,))
 _KEEP = Cell("nothing yet: the ranks have not ended", (_S.STOPPING,))
 _FAIL = Cell("unpin, report failed if not yet done", (_S.UNKNOWN,))
-_LOCK = Cell("report failed now if pins suffice, else after the quarantine", (_S.QUARANTINED,))
 
 LOAD_LAW: Law[LoadState, LoadInput] = Law(
     {
@@ -64,7 +62,6 @@ LOAD_LAW: Law[LoadState, LoadInput] = Law(
             _I.RANK_FAILED: _STOP,
             _I.ALL_DONE: Cell("unpin, report received", (_S.UNKNOWN,)),
             _I.ALL_FAILED: _FAIL,
-            _I.ALL_UNKNOWN: _LOCK,
             _I.ENDED: _STOP,
             _I.RESET: _STOP,
             _I.LATE: _STOP,
@@ -73,15 +70,9 @@ LOAD_LAW: Law[LoadState, LoadInput] = Law(
             _I.RANK_FAILED: _KEEP,
             _I.ALL_DONE: _FAIL,
             _I.ALL_FAILED: _FAIL,
-            _I.ALL_UNKNOWN: _LOCK,
             _I.ENDED: _KEEP,
             _I.RESET: _KEEP,
             _I.LATE: Cell("a rank is overdue: keep the blocks", (_S.STOPPING,)),
-        },
-        _S.QUARANTINED: {
-            _I.ENDED: Cell("nothing yet: bytes may still land", (_S.QUARANTINED,)),
-            _I.RESET: Cell("nothing", (_S.QUARANTINED,)),
-            _I.LATE: _FAIL,
         },
     }
 )
@@ -141,8 +132,8 @@ class Loads:
 
     @property
     def num_quarantined_blocks(self) -> int:
-        """Blocks in which bytes may still land; counted at each call."""
-        return sum(len(load.block_ids) for load in self._loads.values() if load.state is LoadState.QUARANTINED)
+        """Blocks of loads given up in which bytes may still land; counted at each call."""
+        return sum(len(load.block_ids) for load in self._loads.values() if load.state is LoadState.STOPPING)
 
     # --- starting and stopping ----------------------------------------------------------------------------------------
 
@@ -185,9 +176,9 @@ class Loads:
     # --- the workers' ends --------------------------------------------------------------------------------------------
 
     def rank_ended(self, ended: LoadEnded, now: float) -> None:
-        """One rank's load has ended; the last one decides what the load has come to."""
+        """One rank's load has ended; the last one decides what the load has come to. UNKNOWN is no end."""
         load = self._loads.get(ended.load_id)
-        if load is None or ended.rank in load.outcomes or load.state is LoadState.QUARANTINED:
+        if load is None or ended.rank in load.outcomes or ended.outcome is Outcome.UNKNOWN:
             self._count(counters.EVENTS_IGNORED)
             return
         load.outcomes[ended.rank] = ended.outcome
@@ -206,20 +197,12 @@ class Loads:
             return
         if load.state is LoadState.LOADING:
             self._fail(load, ended.reason)
-        if outcome is Outcome.UNKNOWN:
-            self._quarantine(load, now)
-        else:
-            self._settle(load, LoadInput.ALL_DONE if outcome is Outcome.DONE else LoadInput.ALL_FAILED, ok=False)
+        self._settle(load, LoadInput.ALL_DONE if outcome is Outcome.DONE else LoadInput.ALL_FAILED, ok=False)
 
     def _rank_failed(self, load: Load, reason: str, now: float) -> None:
         if load.state is LoadState.LOADING:
             self._fail(load, reason)
         self._stop(load, LoadInput.RANK_FAILED, now)
-
-    def _quarantine(self, load: Load, now: float) -> None:
-        self._count(counters.QUARANTINES, counters.GET)
-        self._report_if_pins_suffice(load)
-        self._move(load, LoadInput.ALL_UNKNOWN, LoadState.QUARANTINED, now + limits.QUARANTINE_S)
 
     # --- time ---------------------------------------------------------------------------------------------------------
 
@@ -227,14 +210,11 @@ class Loads:
         """Bounds of some loads are over."""
         while (load_id := self._timers.take_due(now)) is not None:
             load = self._loads[load_id]
-            match load.state:
-                case LoadState.LOADING:
-                    self._fail(load, counters.TOO_LATE)
-                    self._stop(load, LoadInput.LATE, now)
-                case LoadState.STOPPING:
-                    self._overdue(load)
-                case _:
-                    self._settle(load, LoadInput.LATE, ok=False)
+            if load.state is LoadState.LOADING:
+                self._fail(load, counters.TOO_LATE)
+                self._stop(load, LoadInput.LATE, now)
+            else:
+                self._overdue(load)
 
     def _overdue(self, load: Load) -> None:
         """A rank has not ended within every bound it has; no waiting turns its silence into an end."""
@@ -251,7 +231,7 @@ class Loads:
         if load.state is LoadState.LOADING:
             self._do(actions.CancelLoad(load_id=load.load_id))
             self._report_if_pins_suffice(load)
-            self._move(load, what, LoadState.STOPPING, now + limits.STORE_CALL_S + limits.RANK_ANSWER_S)
+            self._move(load, what, LoadState.STOPPING, now + limits.LOAD_END_S)
         else:
             self._move(load, what, load.state)
 
@@ -269,7 +249,7 @@ class Loads:
             return
         load.owes_report = False
         del self._by_request[load.request_id]
-        is_known = len(load.outcomes) == self._settings.num_ranks and Outcome.UNKNOWN not in load.outcomes.values()
+        is_known = len(load.outcomes) == self._settings.num_ranks
         bad = tuple(one for one in load.block_ids if not is_known or one in load.failed_block_ids)
         report = Report(request_id=load.request_id, ok=ok, block_ids=() if ok else bad or load.block_ids)
         self._do(actions.ReportReceive(report=report))

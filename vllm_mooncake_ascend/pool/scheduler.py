@@ -117,7 +117,7 @@ class PoolScheduler:
 
     @property
     def num_quarantined_blocks(self) -> int:
-        """Blocks in which bytes may still land after a load of unknown outcome; counted at each call, for gauges."""
+        """Blocks of loads given up in which bytes may still land; counted at each call, for gauges."""
         return self._loads.num_quarantined_blocks
 
     @property

@@ -19,8 +19,8 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
     num_ranks: int
     """Workers of this engine: each ends every order once."""
     can_report_unknown_at_once: bool
-    """A failed receive gives the request other blocks (vLLM >= 0.30), so that a pin is all the quarantine needs; else the
-    report itself waits until nothing can land."""
+    """A failed receive gives the request other blocks (vLLM >= 0.30), so that a pin keeps late bytes from it; else the report
+    itself waits until nothing can land."""
     max_saved_blocks: int
     """Blocks that saves may hold at once; never passed."""
     min_hit_tokens: int = limits.MIN_HIT_TOKENS

@@ -42,12 +42,12 @@ class SaveOrder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadEnded(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's load has ended: no call of it is under way and none will start."""
+    """One rank's load has ended: no call of it is under way, none will start, and nothing of it can land any more."""
 
     load_id: int
     rank: int
     outcome: Outcome
-    """REFUSED: no call was made. FAILED: some block did not come; see `failed_block_ids`."""
+    """REFUSED: no call was made. FAILED: some block did not come; see `failed_block_ids`. Never UNKNOWN: the rank fences."""
     failed_block_ids: tuple[int, ...]
     """Blocks that do not hold what was asked for."""
     reason: str

@@ -11,11 +11,13 @@ from typing import Any
 
 import msgspec
 
+from vllm_mooncake_ascend import limits
 from vllm_mooncake_ascend.p2p.law import Law, State, What
 from vllm_mooncake_ascend.pool import actions, counters, events
 from vllm_mooncake_ascend.pool.book import Book
 from vllm_mooncake_ascend.pool.breaker import Breaker
-from vllm_mooncake_ascend.pool.gets import GetInput, Gets
+from vllm_mooncake_ascend.pool.fence import Fence
+from vllm_mooncake_ascend.pool.gets import GetInput, Gets, GetState, WorkerLoad
 from vllm_mooncake_ascend.pool.loads import Load, LoadInput, Loads, LoadState
 from vllm_mooncake_ascend.pool.lookups import Lookup, LookupInput, Lookups
 from vllm_mooncake_ascend.pool.puts import PutInput, Puts, WorkerSave
@@ -39,7 +41,7 @@ class NoLaw(Law[State, What]):
 
 
 SCHEDULER_WITHOUT_LAWS = SchedulerLaws(breaker=NoLaw(), lookup=NoLaw(), load=NoLaw(), save=NoLaw())
-WORKER_WITHOUT_LAWS = WorkerLaws(breaker=NoLaw(), get=NoLaw(), put=NoLaw())
+WORKER_WITHOUT_LAWS = WorkerLaws(breaker=NoLaw(), fence=NoLaw(), get=NoLaw(), put=NoLaw())
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,21 +96,10 @@ class _AbortForgets(Loads):
             self._settle(load, LoadInput.ENDED, ok=False)
 
 
-class _UnknownIsLoaded(Loads):
-    def rank_ended(self, ended: LoadEnded, now: float) -> None:
-        is_unknown = ended.outcome is Outcome.UNKNOWN
-        super().rank_ended(msgspec.structs.replace(ended, outcome=Outcome.DONE) if is_unknown else ended, now)
-
-
 class _FailedIsLoaded(Loads):
     def rank_ended(self, ended: LoadEnded, now: float) -> None:
         is_failed = ended.outcome is Outcome.FAILED
         super().rank_ended(msgspec.structs.replace(ended, outcome=Outcome.DONE) if is_failed else ended, now)
-
-
-class _NoQuarantine(Loads):
-    def _quarantine(self, load: Load, _: float) -> None:
-        self._settle(load, LoadInput.ALL_UNKNOWN, ok=False)
 
 
 class _DoubleReport(Loads):
@@ -220,6 +211,39 @@ class _GetEndsEarly(Gets):
             self._end(load, GetInput.STOP, Outcome.FAILED, reason, load.blocks_from(0), now)
 
 
+class _UnknownIsLoaded(Gets):
+    def call_ended(self, event: events.GetEnded, now: float) -> None:
+        outcomes = tuple(Outcome.DONE if one is Outcome.UNKNOWN else one for one in event.outcomes)
+        super().call_ended(msgspec.structs.replace(event, outcomes=outcomes), now)
+
+
+class _UnknownIsFailed(Gets):
+    def _await_fence(self, load: WorkerLoad, now: float) -> None:
+        self._end(load, GetInput.NOT_ALL_CAME, Outcome.FAILED, load.stop_reason, load.failed_block_ids, now)
+
+
+class _UnknownIsReleasedByTime(Gets):
+    def _await_fence(self, load: WorkerLoad, now: float) -> None:
+        self._timers.set(load.load_id, now + limits.QUARANTINE_S)
+        self._move(load, GetInput.UNKNOWN_CAME, GetState.UNFENCED)
+
+    def _stop(self, load: WorkerLoad, reason: str, now: float) -> None:
+        if load.state is not GetState.UNFENCED:
+            super()._stop(load, reason, now)
+        elif reason == counters.TOO_LATE:
+            self._end(load, GetInput.FENCED, Outcome.FAILED, load.stop_reason, load.failed_block_ids, now)
+
+
+class _FenceNeedNotHold(Fence):
+    def ended(self, now: float, *, holds: bool) -> bool:
+        return super().ended(now, holds=holds or now >= 0)
+
+
+class _FenceIsGivenUp(Fence):
+    def next_timer(self) -> float | None:
+        return None
+
+
 class _MissingKeyIsFine(Gets):
     def call_ended(self, event: events.GetEnded, now: float) -> None:
         outcomes = tuple(Outcome.DONE if one is Outcome.FAILED else one for one in event.outcomes)
@@ -249,9 +273,7 @@ class _NeverCloses(Breaker):
 POOL_BUGS = (
     PoolBug("pin leaked at abort", _with_part("_loads", _PinLeakedAtAbort), "wild", 300),
     PoolBug("abort forgets the load", _with_part("_loads", _AbortForgets), "slow", 300),
-    PoolBug("unknown get reported as loaded", _with_part("_loads", _UnknownIsLoaded), "wild", 100),
     PoolBug("failed get reported as loaded", _with_part("_loads", _FailedIsLoaded), "wild", 100),
-    PoolBug("blocks reused after unknown get", _with_part("_loads", _NoQuarantine), "slow", 200),
     PoolBug("double report", _with_part("_loads", _DoubleReport), "slow", 300),
     PoolBug("first rank decides", _with_part("_loads", _FirstRankDecides), "wild", 300),
     PoolBug("load without deadline", _with_part("_loads", _NoLoadDeadline), "slow", 200),
@@ -265,6 +287,11 @@ POOL_BUGS = (
     PoolBug("save that is skipped counts as saved", _with_part("_saves", _SkippedIsSaved), "gentle", 100),
     PoolBug("book is never closed", _with_part("_book", _BookIsNeverClosed), "gentle", 10),
     PoolBug("get ends before its call", _with_part("_gets", _GetEndsEarly), "slow", 300),
+    PoolBug("unknown get reported as loaded", _with_part("_gets", _UnknownIsLoaded), "wild", 100),
+    PoolBug("unknown get released at once", _with_part("_gets", _UnknownIsFailed), "slow", 200),
+    PoolBug("unknown get released by time", _with_part("_gets", _UnknownIsReleasedByTime), "slow", 300),
+    PoolBug("fence that need not hold", _with_part("_fence", _FenceNeedNotHold), "slow", 300),
+    PoolBug("fence is given up", _with_part("_fence", _FenceIsGivenUp), "slow", 300),
     PoolBug("missing key is fine", _with_part("_gets", _MissingKeyIsFine), "wild", 100),
     PoolBug("dropped save is not told", _with_part("_puts", _DroppedSilently), "slow", 300),
     PoolBug("put ends before its call", _with_part("_puts", _PutEndsEarly), "slow", 600),

@@ -312,10 +312,10 @@ class Engine:
             request.state, request.num_computed = "running", request.first_loaded
 
     def _check_bound(self, request: Request) -> None:
-        """How long a load may hold a request back: its own bound, and a call where the report has to wait for that."""
+        """How long a load may hold a request back: its own bound, and the end where the report waits for that."""
         bound_s = self._settings.load_wait_s + 1.0
         if not self._settings.can_report_unknown_at_once:
-            bound_s += limits.STORE_CALL_S + limits.QUARANTINE_S
+            bound_s += limits.LOAD_END_S
         waited_s = self._clock.now - request.loading_since_s
         self._check(waited_s <= bound_s or request.is_aborted, f"{request.request_id} waited {waited_s:.1f} s for its load")
 

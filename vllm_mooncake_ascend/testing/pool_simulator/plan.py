@@ -107,7 +107,9 @@ def _faults(rng: random.Random, theme: str, last_s: float) -> StoreFaults:
         case "reset":
             return StoreFaults(slow_lookup=0.05)
         case "slow":
-            return StoreFaults(slow=rng.uniform(0, 0.3), slow_lookup=rng.uniform(0, 0.5), unknown=rng.uniform(0, 0.1))
+            return StoreFaults(
+                slow=rng.uniform(0, 0.3), slow_lookup=rng.uniform(0, 0.5), unknown=rng.uniform(0, 0.1), unfenced=0.3
+            )
     return StoreFaults(
         slow_lookup=rng.uniform(0, 0.2),
         failed=rng.uniform(0, 0.1),
@@ -115,4 +117,5 @@ def _faults(rng: random.Random, theme: str, last_s: float) -> StoreFaults:
         full=rng.uniform(0, 0.3),
         unplannable=rng.uniform(0, 0.05),
         lost=rng.uniform(0, 0.2),
+        unfenced=0.3,
     )

@@ -67,7 +67,9 @@ class StoreFaults:
     failed: float = 0.0
     """Keys whose get or put fails."""
     unknown: float = 0.0
-    """Keys of unknown outcome: bytes of a get land later, those of a put are read later."""
+    """Keys of unknown outcome: bytes of a get land at any time until a fence, those of a put are read later."""
+    unfenced: float = 0.0
+    """Fences that do not hold."""
     full: float = 0.0
     """Puts that find no room."""
     lost: float = 0.0
@@ -87,6 +89,14 @@ class Call:
     num_missing: int = 0
     is_full: bool = False
     is_lost: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fencing:
+    """What a fence came to, and when."""
+
+    seconds: float
+    holds: bool
 
 
 class SimulatedStore:
@@ -137,6 +147,10 @@ class SimulatedStore:
             for index in range(first, num_keys):
                 call.outcomes[index] = worse(call.outcomes[index])
         return call
+
+    def fence(self) -> Fencing:
+        """A fence; needs no master."""
+        return Fencing(seconds=self._rng.uniform(0.001, 0.05), holds=self._rng.random() >= self.faults.unfenced)
 
     def _call(self, num_keys: int) -> Call:
         if self.is_dead():

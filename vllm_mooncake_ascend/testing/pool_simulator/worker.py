@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable
 from typing import Any
@@ -15,8 +16,21 @@ from vllm_mooncake_ascend.wire.pool_steps import LoadEnded, LoadOrder, PoolStep,
 
 Cell = tuple[int, int]
 """A block id and how often it was handed out before: one use of one block."""
+LATEST_S = 700.0
+"""No byte of an UNKNOWN get lands later than this, because no world lasts longer."""
 Item = tuple[str, int, bytes]
 """Key, block id, hash."""
+
+
+@dataclasses.dataclass(slots=True)
+class Traffic:
+    """What of the store's client moves."""
+
+    num_gets: int = 0
+    """Under way."""
+    num_fences: int = 0
+    """Those that held; late bytes of earlier gets never land."""
+    is_fencing: bool = False
 
 
 class SimulatedWorker:
@@ -39,6 +53,7 @@ class SimulatedWorker:
         self._store = store
         self._rng = rng
         self._world = world
+        self._traffic = Traffic()
         self._plans: dict[tuple[str, int], list[list[Item]]] = {}
         self._alarm = Alarm(clock, lambda: self.feed(events.TimerFired()))
 
@@ -71,6 +86,8 @@ class SimulatedWorker:
                 case actions.EndLoad() | actions.EndSave():
                     self.results.append(action.ended)
                     self._world.wake()
+                case actions.FenceStore():
+                    self._fence()
                 case actions.ProbeStore():
                     self._later(0.001, lambda: self.feed(events.ProbeEnded(is_healthy=self._store.is_healthy())))
                 case _:
@@ -92,17 +109,22 @@ class SimulatedWorker:
 
     def _get(self, load_id: int, call_index: int) -> None:
         items = self._plans["get", load_id][call_index]
+        self._world.check(not self._traffic.is_fencing, "a get starts during a fence")
+        self._traffic.num_gets += 1
         self._world.check_lease(load_id)
         call = self._store.get([key for key, _, _ in items])
         uses = [self._world.use_of(block_id) for _, block_id, _ in items]
         values = [self._store.values.get(key, b"nothing") for key, _, _ in items]
 
+        for (_, block_id, _), outcome, use in zip(items, call.outcomes, uses, strict=True):
+            if outcome is Outcome.UNKNOWN:
+                self._land_until_fenced((block_id, use), load_id, call.seconds)
+
         def end() -> None:
+            self._traffic.num_gets -= 1
             for (_, block_id, _), outcome, value, use in zip(items, call.outcomes, values, uses, strict=True):
                 if outcome is Outcome.DONE:
                     self._land((block_id, use), value, load_id)
-                elif outcome is Outcome.UNKNOWN:
-                    self._land_later((block_id, use), load_id)
             event = events.GetEnded(
                 load_id=load_id,
                 call_index=call_index,
@@ -115,10 +137,29 @@ class SimulatedWorker:
 
         self._later(call.seconds, end)
 
-    def _land_later(self, cell: Cell, load_id: int) -> None:
-        for _ in range(2):
-            delay_s = self._rng.uniform(0, limits.QUARANTINE_S - 1)
-            self._later(delay_s, lambda: self._land(cell, b"late bytes", load_id))
+    def _land_until_fenced(self, cell: Cell, load_id: int, call_s: float) -> None:
+        """Bytes of a get that ends UNKNOWN: during the call, soon after, and at any time."""
+        num_fences = self._traffic.num_fences
+
+        def land() -> None:
+            if num_fences == self._traffic.num_fences:
+                self._land(cell, b"late bytes", load_id)
+
+        for latest_s in (call_s, call_s + 1.0, LATEST_S):
+            self._later(self._rng.uniform(0, latest_s), land)
+
+    def _fence(self) -> None:
+        fencing = self._store.fence()
+        self._world.check(not self._traffic.is_fencing, "two fences at once")
+        self._traffic.is_fencing = True
+
+        def end() -> None:
+            self._traffic.is_fencing = False
+            holds = fencing.holds and self._traffic.num_gets == 0
+            self._traffic.num_fences += holds
+            self.feed(events.FenceEnded(holds=holds))
+
+        self._later(fencing.seconds, end)
 
     def _land(self, cell: Cell, value: bytes, load_id: int) -> None:
         """Bytes of a get arrive. They must find the block as it was when they were asked for, and nobody in it."""
