@@ -49,7 +49,7 @@ sim: setup ## the seeded simulation, SEEDS=100000 of them
 	@$(BIN)/python -m vllm_mooncake_ascend.testing.simulator --seeds $(SEEDS) --jobs 2
 
 contract: setup ## the contract suite on the in-memory engine and on real Mooncake
-	@$(PYTEST) tests/contract
+	@$(PYTEST) tests/contract -m "not soak"
 
 e2e: models ## real vLLM servers, real Mooncake, our proxy
 	@$(PYTEST) tests/e2e -m "not soak"
@@ -61,7 +61,7 @@ demo: setup ## prefill, decode and proxy against one plain engine, with a table
 	@$(BIN)/python scripts/make_models.py smollm2-135m-instruct
 	@$(BIN)/vllm-mooncake-ascend demo
 
-soak: models ## twenty rounds of faults; takes an hour
+soak: models ## twenty rounds of faults, and what takes minutes; an hour
 	@$(PYTEST) -m soak
 
 clean: ## remove results and caches; environment and models stay
