@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from vllm_mooncake_ascend import limits
 from vllm_mooncake_ascend.errors import LocalProtocolError
 from vllm_mooncake_ascend.proxy.exchange import (
+    Abandon,
     Action,
     AnswerError,
     AnswerPassed,
@@ -191,9 +192,13 @@ def test_a_broken_stream_is_ended_and_never_asked_again() -> None:
     assert exchange.ended
 
 
-def test_a_client_that_leaves_prefill_releases_nothing() -> None:
-    """Goal: an aborted prefill holds nothing. Method: leave in the first leg."""
-    assert [] == begun().handle(ClientLeft())
+def test_a_client_that_leaves_prefill_abandons_its_transfer() -> None:
+    """Goal: a prefill that ended while its client left is not held for nobody. Method: leave in the first leg, and in its
+    second attempt."""
+    again = begun()
+    again.handle(lost("p1"))
+
+    assert [[Abandon(transfer_id=found)] for found in IDS] == [begun().handle(ClientLeft()), again.handle(ClientLeft())]
 
 
 def test_a_client_that_leaves_before_decode_starts_releases() -> None:

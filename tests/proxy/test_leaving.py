@@ -19,13 +19,29 @@ async def _leave_when(rig: Any, moment: asyncio.Event, *, is_streamed: bool = Tr
 
 
 async def test_leaving_during_prefill_aborts_it(bench: Any) -> None:
-    """Goal: vLLM stops computing. Method: prefill holds its answer; it must see its connection close, and no release."""
+    """Goal: vLLM stops computing. Method: prefill holds its first answer ever; it must see its connection close. Where its
+    producer is reached is not known yet, so nothing is released."""
     async with bench() as rig:
         rig.prefill.scripts.append(Script(head_gate=asyncio.Event()))
         await _leave_when(rig, rig.prefill.arrived)
         await rig.prefill.aborted.wait()
 
     assert ([], []) == (rig.sender.released, rig.decode.seen)
+
+
+async def test_leaving_during_prefill_releases_what_it_may_have_finished(bench: Any) -> None:
+    """Goal: a prefill that ends while its client leaves is not held until its send lease ends. Method: one request passes,
+    which shows where the producer is; of the next one prefill holds the answer while the client leaves."""
+    async with bench() as rig:
+        await rig.post()
+        answered = rig.decode.generations[0].body["kv_transfer_params"]
+        rig.prefill.arrived.clear()
+        rig.prefill.scripts.append(Script(head_gate=asyncio.Event()))
+        await _leave_when(rig, rig.prefill.arrived)
+        await rig.sender.came.wait()
+
+    wanted = rig.prefill.generations[1].body["kv_transfer_params"]["transfer_id"]
+    assert [{**answered, "transfer_id": wanted}] == rig.sender.released
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

@@ -19,13 +19,14 @@ one who waits.
                   ... twice, or no other   ENDED       Release, AnswerError
     ANSWERING   passed                     ENDED       none
                 stream broke               ENDED       EndStream: bytes are with the client, so never a second attempt
-    any         client left                ENDED       Release where decode was not seen to start
+    PREFILL     client left                ENDED       Abandon
+    any other   client left                ENDED       Release where decode was not seen to start
 
 A 2xx of decode counts as its start only with the first event of a stream or the whole of a body: vLLM sends the status
 line before it has looked for the KV. Release is idempotent and is ignored by a producer whose KV a decode engine reads.
 
-A prefill that is given up before it answered needs no release: closing the connection makes vLLM abort it, and an aborted
-prefill holds nothing.
+A prefill that is given up before it answered is aborted by vLLM when the connection closes, and then holds nothing. But it
+may just have ended, with its answer on the way to nobody: its transfer is abandoned under the id we gave it.
 """
 
 from __future__ import annotations
@@ -148,12 +149,18 @@ class Release(_Action, frozen=True, kw_only=True):
     params: JsonObject
 
 
+class Abandon(_Action, frozen=True, kw_only=True):
+    """Tell the instance asked last that no reader will come for a transfer it has not answered yet."""
+
+    transfer_id: TransferId
+
+
 class CountRetry(_Action, frozen=True, kw_only=True):
     leg: Leg
     reason: FailureReason
 
 
-Action = Union[AskPrefill, AskDecode, PassAnswer, AnswerError, EndStream, Release, CountRetry]
+Action = Union[AskPrefill, AskDecode, PassAnswer, AnswerError, EndStream, Release, Abandon, CountRetry]
 
 
 class _Failure(msgspec.Struct, frozen=True, kw_only=True):
@@ -210,7 +217,8 @@ class Exchange:
         if self.ended:
             raise LocalProtocolError(f"{type(event).__name__} after the end of an exchange")
         if isinstance(event, ClientLeft):
-            return self._end([])
+            unanswered = self._plan.transfer_ids[len(self._tried)] if self.stage is Stage.PREFILL else None
+            return self._end([] if unanswered is None else [Abandon(transfer_id=unanswered)])
         match self.stage:
             case Stage.PREFILL:
                 return self._in_prefill(event)

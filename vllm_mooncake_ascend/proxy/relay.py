@@ -106,8 +106,8 @@ class Relay:
                 self._answer_error(status, kind, message)
             case exchange.EndStream(message=message):
                 await self._end_stream(message)
-            case exchange.Release(params=params):
-                self._backend.releases.submit(params)
+            case exchange.Release() | exchange.Abandon():
+                self._release(action)
             case exchange.CountRetry(leg=leg, reason=reason):
                 self._backend.metrics.retried(leg, reason)
         return None
@@ -115,8 +115,16 @@ class Relay:
     def _release_all(self, actions: list[exchange.Action]) -> None:
         """What is left to do when nobody waits for an answer."""
         for action in actions:
-            assert isinstance(action, exchange.Release), "a client that left gets no answer"
-            self._backend.releases.submit(action.params)
+            assert isinstance(action, exchange.Release | exchange.Abandon), "a client that left gets no answer"
+            self._release(action)
+
+    def _release(self, action: exchange.Release | exchange.Abandon) -> None:
+        """Of an answer that never came only the transfer's id is known; its producer is the one of the answer before."""
+        match action:
+            case exchange.Release(params=params):
+                self._backend.releases.submit(params)
+            case exchange.Abandon(transfer_id=transfer_id) if self._instance in self._backend.last_params:
+                self._backend.releases.submit({**self._backend.last_params[self._instance], "transfer_id": transfer_id})
 
     def _decode_body(self, params: JsonObject | None) -> bytes | None:
         if self._call.endpoint is None:
@@ -157,6 +165,7 @@ class Relay:
         if not isinstance(params, dict) or not params:
             return None
         self._cached_tokens = usage.cached_tokens_of(answer)
+        self._backend.last_params[self._instance] = params
         return params
 
     async def _pass_answer(self) -> exchange.Event:
