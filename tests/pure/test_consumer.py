@@ -269,10 +269,12 @@ def test_an_incompatible_producer_is_refused_with_all_differences() -> None:
 
 
 def test_a_transfer_of_our_own_is_computed_locally() -> None:
-    """Goal: an engine does not wait for itself. Method: params that name our incarnation."""
+    """Goal: an engine neither waits for itself nor holds blocks for itself. Method: params that name our incarnation; our own
+    producer is told as any other."""
     stage = ConsumerStage()
 
-    assert [] == stage.arrive(incarnation=DECODE)
+    release = messages.Release(incarnation=DECODE, expected=DECODE, transfer_id=T, request_id=R)
+    assert [HELLO, release] == stage_sent(stage.arrive(incarnation=DECODE))
     assert 0 == remote_tokens(stage)
 
 

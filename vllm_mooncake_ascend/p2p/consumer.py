@@ -136,6 +136,9 @@ class Consumer:
         self._count(counters.REQUESTS_ARRIVED)
         if event.transfer.incarnation == self._incarnation:
             self._count(counters.REQUESTS_REFUSED, counters.OWN_TRANSFER)
+            own = self._peers.meet((event.transfer.address, self._incarnation), now)
+            if own is not None:
+                self._peers.decline(own, (event.transfer.transfer_id, event.request_id), now)
             return
         if self._table.num_waiting >= limits.MAX_WAITING_REQUESTS:
             self._count(counters.REQUESTS_REFUSED, counters.TOO_MANY)
