@@ -81,11 +81,9 @@ def spin_conditions() -> list[Any]:
         return []
     import gc
 
-    return [
-        found
-        for found in gc.get_objects()
-        if isinstance(found, SpinCondition) and getattr(found, "is_reader", False) and hasattr(found, "busy_loop_s")
-    ]
+    # By type, never by isinstance: that asks every object of the process for its __class__, and lazy modules load for it.
+    conditions = [found for found in gc.get_objects() if issubclass(type(found), SpinCondition)]
+    return [found for found in conditions if getattr(found, "is_reader", False) and hasattr(found, "busy_loop_s")]
 
 
 def with_hit_source(connector_class: type) -> type:
