@@ -70,32 +70,29 @@ def test_an_engine_given_its_own_transfer_answers_right(twins: tuple[EnginePair,
     assert [{}, {}] == [pair.remains() for pair in twins]
 
 
-def test_an_engine_that_shuts_down_says_goodbye(start: Callable[..., EngineProcess], reference: Reference) -> None:
-    """Goal: a polite end is clean, and decode learns of it at once, not after a silence. Method: shut prefill down while
-    decode waits for it, and time the answer."""
-    prefill, decode = start("leaving-prefill", "tiny-gqa", "kv_producer"), start("left-decode", "tiny-gqa", "kv_consumer")
-    wait_all_ready([prefill, decode])
-    pair = EnginePair(prefill, decode, reference)
-    prompt = random_prompt("goodbye", NUM_TOKENS)
-    params = pair.early_params("goodbye")
-    running = decode.submit(prompt, params=params)
-
-    exit_code = prefill.close()
-
-    assert (0, pair.expected(prompt)) == (exit_code, running.result(timeout_s=limits.PEER_ANSWER_S).text)
-
-
 def test_a_side_channel_port_that_is_taken_ends_the_start(
-    start: Callable[..., EngineProcess], free_port: Callable[[], int]
+    twins: tuple[EnginePair, EnginePair], start: Callable[..., EngineProcess]
 ) -> None:
-    """Goal: never a server that is up with its KV transfer dead. Method: two engines with one fixed port; the second start
-    must end and name the port."""
-    port = free_port()
-    first = start("port-owner", "tiny-gqa", "kv_producer", extra={"side_channel_port": port})
-    first.wait_ready()
+    """Goal: never a server that is up with its KV transfer dead. Method: start an engine on the port that another one's side
+    channel has; the start must end and name the port."""
+    params = twins[0].prefill_leg(random_prompt("port owner", NUM_TOKENS))
+    port = params["remote_port"]
     second = start("port-taken", "tiny-gqa", "kv_producer", extra={"side_channel_port": port})
 
     with pytest.raises(EngineFailed, match=str(port)):
         second.wait_ready()
 
     assert 0 != second.wait_ended(ENDED_S)
+    twins[0].release(params)
+
+
+def test_an_engine_that_shuts_down_says_goodbye(twins: tuple[EnginePair, EnginePair]) -> None:
+    """Goal: a polite end is clean, and decode learns of it at once, not after a silence. Method: shut prefill down while
+    decode waits for it, and time the answer. (The last test here: one twin is gone then.)"""
+    pair = twins[0]
+    prompt = random_prompt("goodbye", NUM_TOKENS)
+    running = pair.decode.submit(prompt, params=pair.early_params("goodbye"))
+
+    exit_code = pair.prefill.close()
+
+    assert (0, pair.expected(prompt)) == (exit_code, running.result(timeout_s=limits.PEER_ANSWER_S).text)

@@ -56,7 +56,7 @@ class Serving(msgspec.Struct, frozen=True, kw_only=True):
 
     def body(self, prompt: Prompt, **options: Any) -> dict[str, Any]:
         """A completion request that can be compared."""
-        asked: dict[str, Any] = {"model": "test", "prompt": list(prompt), "max_tokens": 16, "temperature": 0}
+        asked: dict[str, Any] = {"model": "test", "prompt": list(prompt), "max_tokens": 8, "temperature": 0}
         return {**asked, "ignore_eos": True, "return_token_ids": True, **options}
 
     def flush(self) -> None:

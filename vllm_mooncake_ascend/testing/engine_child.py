@@ -131,7 +131,7 @@ class EngineChild:
 
 
 def build_engine(spec: EngineSpec) -> Any:
-    """The engine of `spec`, scheduler and worker in this process."""
+    """The engine of `spec`, scheduler and worker in this process; without tokenizer, as tests speak in tokens."""
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -144,7 +144,7 @@ def build_engine(spec: EngineSpec) -> Any:
             kv_role=spec.kv_role,
             kv_connector_extra_config=dict(spec.extra_config),
         )
-    return LLMEngine.from_engine_args(EngineArgs(model=spec.model, **arguments))
+    return LLMEngine.from_engine_args(EngineArgs(model=spec.model, skip_tokenizer_init=True, **arguments))
 
 
 def sampling_params(sampling: Sampling, kv_transfer_params: object) -> Any:

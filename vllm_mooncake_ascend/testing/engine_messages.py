@@ -34,7 +34,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """What a test asks of the sampler; greedy, so that answers can be compared token by token."""
 
-    max_tokens: int = 16
+    max_tokens: int = 8
     min_tokens: int = 0
     n: int = 1
     stop_token_ids: tuple[int, ...] = ()
