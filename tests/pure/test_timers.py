@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_mooncake_ascend.p2p.law import Cell, Law
-from vllm_mooncake_ascend.p2p.timers import Timers
+from vllm_mooncake_ascend.law import Cell, Law
+from vllm_mooncake_ascend.timers import Timers
 
 STEPS = st.lists(
     st.one_of(

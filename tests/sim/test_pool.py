@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vllm_mooncake_ascend.p2p.law import Law, State, What
+from vllm_mooncake_ascend.law import Law, State, What
 from vllm_mooncake_ascend.pool.breaker import BREAKER_LAW
 from vllm_mooncake_ascend.pool.fence import FENCE_LAW
 from vllm_mooncake_ascend.pool.gets import GET_LAW

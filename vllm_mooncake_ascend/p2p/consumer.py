@@ -17,17 +17,17 @@ with producers, `reads` what follows an allocation; the rules behind them:
 from __future__ import annotations
 
 from vllm_mooncake_ascend import limits
+from vllm_mooncake_ascend.law import Law
 from vllm_mooncake_ascend.layout import compatibility
 from vllm_mooncake_ascend.layout.plane import RankLayout
 from vllm_mooncake_ascend.p2p import actions, counters, events, offers
 from vllm_mooncake_ascend.p2p.fetch_table import FetchTable
 from vllm_mooncake_ascend.p2p.fetches import FETCH_LAW, LISTENING, Fetch, FetchInput, FetchState, PeerKey
-from vllm_mooncake_ascend.p2p.law import Law
 from vllm_mooncake_ascend.p2p.peer import Peer, PeerState
 from vllm_mooncake_ascend.p2p.peers import Differences, Peers
 from vllm_mooncake_ascend.p2p.reads import Reads
 from vllm_mooncake_ascend.p2p.settings import ConsumerSettings
-from vllm_mooncake_ascend.p2p.timers import Timers
+from vllm_mooncake_ascend.timers import Timers
 from vllm_mooncake_ascend.types import Incarnation, PeerAddress, RequestId, TransferId
 from vllm_mooncake_ascend.wire import messages
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from vllm_mooncake_ascend.law import Law
 from vllm_mooncake_ascend.p2p import actions
 from vllm_mooncake_ascend.p2p.fetches import UNALLOCATED, Fetch, FetchInput, FetchState, PeerKey
-from vllm_mooncake_ascend.p2p.law import Law
-from vllm_mooncake_ascend.p2p.timers import Timers
+from vllm_mooncake_ascend.timers import Timers
 from vllm_mooncake_ascend.types import RequestId
 from vllm_mooncake_ascend.wire.steps import Report
 

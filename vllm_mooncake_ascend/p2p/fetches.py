@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 
-from vllm_mooncake_ascend.p2p.law import Cell, Law
+from vllm_mooncake_ascend.law import Cell, Law
 from vllm_mooncake_ascend.types import Incarnation, Outcome, PeerAddress, RequestId, TransferId
 from vllm_mooncake_ascend.wire.messages import Offer
 from vllm_mooncake_ascend.wire.params import RemotePrefill

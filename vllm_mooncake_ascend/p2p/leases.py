@@ -15,9 +15,9 @@ from __future__ import annotations
 import dataclasses
 import enum
 
+from vllm_mooncake_ascend.law import Cell, Law
 from vllm_mooncake_ascend.p2p import counters
 from vllm_mooncake_ascend.p2p.events import BlockTable
-from vllm_mooncake_ascend.p2p.law import Cell, Law
 from vllm_mooncake_ascend.types import Incarnation, RequestId, TransferId
 
 ReaderKey = tuple[Incarnation, RequestId]

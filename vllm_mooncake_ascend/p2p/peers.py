@@ -21,7 +21,7 @@ from vllm_mooncake_ascend.layout.plane import RankLayout
 from vllm_mooncake_ascend.p2p import actions, counters
 from vllm_mooncake_ascend.p2p.fetches import PeerKey, ReaderIds
 from vllm_mooncake_ascend.p2p.peer import MessageKey, Peer, PeerState, Standing, Unanswered
-from vllm_mooncake_ascend.p2p.timers import Timers
+from vllm_mooncake_ascend.timers import Timers
 from vllm_mooncake_ascend.types import Incarnation, PeerAddress, RequestId, TransferId
 from vllm_mooncake_ascend.wire import messages
 from vllm_mooncake_ascend.wire.steps import PeerRanks

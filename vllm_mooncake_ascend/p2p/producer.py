@@ -16,9 +16,9 @@ threads or clocks. `leases` has the states and the law; the rules behind them:
 from __future__ import annotations
 
 from vllm_mooncake_ascend import limits
+from vllm_mooncake_ascend.law import Law
 from vllm_mooncake_ascend.layout.plane import RankLayout
 from vllm_mooncake_ascend.p2p import actions, counters, events
-from vllm_mooncake_ascend.p2p.law import Law
 from vllm_mooncake_ascend.p2p.leases import GONE_TEXTS, TRANSFER_LAW, Reader, ReaderKey, Transfer, TransferInput, TransferState
 from vllm_mooncake_ascend.p2p.pins import Pins
 from vllm_mooncake_ascend.p2p.settings import ProducerSettings

@@ -19,10 +19,10 @@ import dataclasses
 import enum
 
 from vllm_mooncake_ascend import limits
+from vllm_mooncake_ascend.law import Cell, Law
 from vllm_mooncake_ascend.p2p import actions, counters, events
-from vllm_mooncake_ascend.p2p.law import Cell, Law
 from vllm_mooncake_ascend.p2p.settings import ReaderSettings
-from vllm_mooncake_ascend.p2p.timers import Timers
+from vllm_mooncake_ascend.timers import Timers
 from vllm_mooncake_ascend.types import Outcome, RequestId, TransferId
 from vllm_mooncake_ascend.wire.steps import ReadEnded
 

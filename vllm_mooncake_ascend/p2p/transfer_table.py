@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from vllm_mooncake_ascend import limits
-from vllm_mooncake_ascend.p2p.law import Law
+from vllm_mooncake_ascend.law import Law
 from vllm_mooncake_ascend.p2p.leases import Transfer, TransferInput, TransferState
 from vllm_mooncake_ascend.p2p.settings import ProducerSettings
-from vllm_mooncake_ascend.p2p.timers import Timers
+from vllm_mooncake_ascend.timers import Timers
 from vllm_mooncake_ascend.types import Incarnation, TransferId
 
 

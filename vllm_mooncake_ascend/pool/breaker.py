@@ -16,7 +16,7 @@ import enum
 from collections.abc import Callable
 
 from vllm_mooncake_ascend import limits
-from vllm_mooncake_ascend.p2p.law import Cell, Law
+from vllm_mooncake_ascend.law import Cell, Law
 from vllm_mooncake_ascend.pool import actions, counters
 
 

@@ -21,10 +21,10 @@ import enum
 from collections.abc import Callable
 
 from vllm_mooncake_ascend import limits
-from vllm_mooncake_ascend.p2p.law import Cell, Law
-from vllm_mooncake_ascend.p2p.timers import Timers
+from vllm_mooncake_ascend.law import Cell, Law
 from vllm_mooncake_ascend.pool import actions, counters, events
 from vllm_mooncake_ascend.pool.settings import WorkerSettings
+from vllm_mooncake_ascend.timers import Timers
 from vllm_mooncake_ascend.types import Outcome, worst
 from vllm_mooncake_ascend.wire.pool_steps import LoadEnded
 

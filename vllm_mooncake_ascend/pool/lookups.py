@@ -21,11 +21,11 @@ import enum
 from collections.abc import Callable, Sequence
 
 from vllm_mooncake_ascend import limits
-from vllm_mooncake_ascend.p2p.law import Cell, Law
-from vllm_mooncake_ascend.p2p.timers import Timers
+from vllm_mooncake_ascend.law import Cell, Law
 from vllm_mooncake_ascend.planner import hits
 from vllm_mooncake_ascend.pool import actions, counters, events
 from vllm_mooncake_ascend.pool.settings import PoolSettings
+from vllm_mooncake_ascend.timers import Timers
 from vllm_mooncake_ascend.types import RequestId
 
 

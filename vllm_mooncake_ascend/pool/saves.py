@@ -22,14 +22,14 @@ import enum
 from collections.abc import Callable, Iterator
 
 from vllm_mooncake_ascend import limits
+from vllm_mooncake_ascend.law import Cell, Law
 from vllm_mooncake_ascend.layout.blocks import NULL_BLOCK
-from vllm_mooncake_ascend.p2p.law import Cell, Law
-from vllm_mooncake_ascend.p2p.timers import Timers
 from vllm_mooncake_ascend.planner.pool_keys import group_hashes
 from vllm_mooncake_ascend.pool import actions, counters, events
 from vllm_mooncake_ascend.pool.book import Entry
 from vllm_mooncake_ascend.pool.known import BlockName, Known
 from vllm_mooncake_ascend.pool.settings import PoolSettings
+from vllm_mooncake_ascend.timers import Timers
 from vllm_mooncake_ascend.types import Outcome, RequestId, worst
 from vllm_mooncake_ascend.wire.pool_steps import GroupBlocks, SaveEnded, SaveOrder
 

@@ -15,8 +15,8 @@ from __future__ import annotations
 import dataclasses
 
 from vllm_mooncake_ascend import limits
+from vllm_mooncake_ascend.law import Law
 from vllm_mooncake_ascend.layout.blocks import NULL_BLOCK, loaded_positions
-from vllm_mooncake_ascend.p2p.law import Law
 from vllm_mooncake_ascend.planner.pool_keys import group_hashes
 from vllm_mooncake_ascend.pool import actions, counters, events
 from vllm_mooncake_ascend.pool.book import Book, Entry

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from vllm_mooncake_ascend.p2p.law import Law
+from vllm_mooncake_ascend.law import Law
 from vllm_mooncake_ascend.pool import actions, counters, events
 from vllm_mooncake_ascend.pool.breaker import BREAKER_LAW, Breaker, BreakerInput, BreakerState
 from vllm_mooncake_ascend.pool.fence import FENCE_LAW, Fence, FenceInput, FenceState

@@ -14,11 +14,11 @@ from typing import Any
 import msgspec
 
 from vllm_mooncake_ascend import limits
+from vllm_mooncake_ascend.law import Law, State, What
 from vllm_mooncake_ascend.layout.plane import RankLayout
 from vllm_mooncake_ascend.p2p import actions, events
 from vllm_mooncake_ascend.p2p.consumer import Consumer
 from vllm_mooncake_ascend.p2p.fetches import Fetch, FetchInput, FetchState
-from vllm_mooncake_ascend.p2p.law import Law, State, What
 from vllm_mooncake_ascend.p2p.leases import GONE_TEXTS, Transfer, TransferInput, TransferState
 from vllm_mooncake_ascend.p2p.peer import Peer
 from vllm_mooncake_ascend.p2p.peers import Peers

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from vllm_mooncake_ascend import limits
+from vllm_mooncake_ascend.law import Law
 from vllm_mooncake_ascend.p2p.fetches import FETCH_LAW
-from vllm_mooncake_ascend.p2p.law import Law
 from vllm_mooncake_ascend.p2p.leases import TRANSFER_LAW
 from vllm_mooncake_ascend.p2p.reader import READ_LAW
 

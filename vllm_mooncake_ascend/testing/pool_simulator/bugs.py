@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from vllm_mooncake_ascend import limits
-from vllm_mooncake_ascend.p2p.law import Law, State, What
+from vllm_mooncake_ascend.law import Law, State, What
 from vllm_mooncake_ascend.pool import actions, counters, events
 from vllm_mooncake_ascend.pool.book import Book
 from vllm_mooncake_ascend.pool.breaker import Breaker

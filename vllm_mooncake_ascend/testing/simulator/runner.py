@@ -11,9 +11,9 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from vllm_mooncake_ascend.law import Law, State, What
 from vllm_mooncake_ascend.p2p.consumer import Consumer
 from vllm_mooncake_ascend.p2p.fetches import FETCH_LAW
-from vllm_mooncake_ascend.p2p.law import Law, State, What
 from vllm_mooncake_ascend.p2p.leases import TRANSFER_LAW
 from vllm_mooncake_ascend.p2p.producer import Producer
 from vllm_mooncake_ascend.p2p.reader import READ_LAW, Reader
