@@ -11,7 +11,7 @@ from pathlib import Path
 
 PAGES = {
     "configuration.md": "vllm_mooncake_ascend.config",
-    "metrics.md": "vllm_mooncake_ascend.metrics",
+    "metrics.md": "vllm_mooncake_ascend.testing.metrics_page",
     "protocol.md": "vllm_mooncake_ascend.testing.protocol_page",
 }
 """Page -> the module that prints it when run."""

@@ -13,9 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from vllm_mooncake_ascend.metrics import names, page, stats
+from vllm_mooncake_ascend.engines import store_codes
+from vllm_mooncake_ascend.metrics import names, stats
 from vllm_mooncake_ascend.metrics.prometheus import Exporter
 from vllm_mooncake_ascend.p2p import counters
+from vllm_mooncake_ascend.pool import counters as pool_counters
+from vllm_mooncake_ascend.testing import metrics_page
 
 _amounts = st.integers(1, 1000).map(float)
 _events = st.lists(
@@ -29,7 +32,7 @@ _events = st.lists(
 
 def collected(events: list[tuple[str, str, float]]) -> stats.Data:
     """The data of some counted events."""
-    collector = stats.P2PStats()
+    collector = stats.Stats()
     for kind, name, amount in events:
         if kind == "count":
             collector.count(name, amount=amount)
@@ -68,7 +71,7 @@ def test_statistics_cross_process_borders(events: list[tuple[str, str, float]]) 
 
 def test_what_was_taken_is_not_taken_again() -> None:
     """Goal: nothing is counted twice. Method: take twice."""
-    collector = stats.P2PStats()
+    collector = stats.Stats()
     collector.count("kv_reads_total", "done")
     collector.set_gauge("leases_open", 2)
     assert [{"counters": {"kv_reads_total": {"done": 1.0}}, "gauges": {"leases_open": 2}}, {}] == [
@@ -79,7 +82,7 @@ def test_what_was_taken_is_not_taken_again() -> None:
 
 def test_a_gauge_is_told_when_it_changes() -> None:
     """Goal: an idle step carries no statistics. Method: set the same value, then another."""
-    collector = stats.P2PStats()
+    collector = stats.Stats()
     collector.set_gauge("leases_open", 2)
     collector.take()
     collector.set_gauge("leases_open", 2)
@@ -95,7 +98,7 @@ def test_the_later_gauge_stands() -> None:
 
 def test_a_label_value_nobody_declared_counts_as_other() -> None:
     """Goal: no peer can make series grow. Method: count under a made-up reason."""
-    collector = stats.P2PStats()
+    collector = stats.Stats()
     collector.count("load_failures_total", "made up by a client")
     assert {"counters": {"load_failures_total": {"other": 1.0}}} == collector.take()
 
@@ -109,7 +112,7 @@ def test_observations_are_bounded() -> None:
 
 def test_the_summary_fits_one_log_line() -> None:
     """Goal: the operator reads sums, not series. Method: counters with and without label, gauge and histogram."""
-    collector = stats.P2PStats()
+    collector = stats.Stats()
     collector.count("kv_reads_total", "done", 2)
     collector.count("kv_read_bytes_total", amount=1024)
     collector.observe("kv_read_duration_seconds", 0.1)
@@ -129,7 +132,7 @@ def test_export_writes_each_metric_under_vllms_labels() -> None:
     """Goal: dashboards see model and engine. Method: export one of each kind and read the registry."""
     registry = CollectorRegistry()
     made = exporter(registry, ["model_name", "engine"])
-    collector = stats.P2PStats()
+    collector = stats.Stats()
     collector.count("kv_reads_total", "done", 2)
     collector.observe("kv_read_duration_seconds", 0.3)
     collector.set_gauge("leases_open", 4)
@@ -155,10 +158,26 @@ def test_export_of_damaged_data_is_told_once_and_never_raises(data: dict[str, An
     assert 1 == len(caplog.records)
 
 
-def test_whatever_a_machine_counts_has_a_metric() -> None:
+@pytest.mark.parametrize("room", [counters, pool_counters], ids=["p2p", "pool"])
+def test_whatever_a_machine_counts_has_a_metric(room: Any) -> None:
     """Goal: no count of a machine is lost. Method: every counter name of the machines' own list."""
-    counted = {value for name, value in vars(counters).items() if name.isupper() and value.endswith("_total")}
+    counted = {value for name, value in vars(room).items() if name.isupper() and value.endswith("_total")}
     assert counted == counted & {metric.name for metric in names.METRICS if metric.kind == "counter"}
+
+
+def test_whatever_reason_the_pool_gives_is_exported() -> None:
+    """Goal: no reason of a machine becomes `other`. Method: every reason of the machines' own list, at one metric."""
+    reasons = [
+        value for name, value in vars(pool_counters).items() if name.isupper() and not value.endswith("_total") and value
+    ]
+    loads = names.BY_NAME[pool_counters.LOADS_ENDED]
+    assert reasons == [loads.bounded(reason) for reason in reasons]
+
+
+def test_the_codes_of_a_label_are_those_of_the_store() -> None:
+    """Goal: an operator can look up each code that is exported. Method: both lists, and words for each code."""
+    assert sorted(store_codes.ERROR_CODES) == sorted(names.STORE_CODES)
+    assert [] == [code for code in names.STORE_CODES if not store_codes.explain(code)]
 
 
 def test_names_follow_the_conventions() -> None:
@@ -176,4 +195,4 @@ def test_names_follow_the_conventions() -> None:
 def test_the_metrics_page_is_current() -> None:
     """Goal: docs/metrics.md never falls behind. Method: compare with what the names print."""
     told = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
-    assert page.page() == told, "run: python -m vllm_mooncake_ascend.metrics"
+    assert metrics_page.page() == told, "run: make docs"

@@ -39,6 +39,15 @@ class _Row(msgspec.Struct, frozen=True, kw_only=True):
     remedy: str
 
 
+class Explanation(msgspec.Struct, frozen=True, kw_only=True):
+    """What one code means, for a person."""
+
+    calls: tuple[str, ...]
+    """Which calls answer with it: put, get, exists, or any."""
+    meaning: str
+    remedy: str
+
+
 _LOST = frozenset({-900, -901})
 """RPC_FAIL, RPC_TIMEOUT: the master does not answer."""
 
@@ -126,9 +135,30 @@ _TABLE: dict[tuple[StoreCall, int], _Row] = {
     (StoreCall.EXISTS, -901): _RPC_TIMEOUT,
 }
 
+_REMEDY = "read Mooncake's own lines above with MC_LOG_LEVEL=INFO"
+"""For a code that has a name only, or none."""
+
+COUNTED_CALLS = (StoreCall.PUT, StoreCall.GET, StoreCall.EXISTS)
+"""What engines call; their errors are counted by code."""
+ERROR_CODES = frozenset(_NAMES) | {
+    code for (call, code), row in _TABLE.items() if call in COUNTED_CALLS and row.outcome is not KeyOutcome.MISSING
+}
+"""Every code of an error of these that this package can name."""
+
 _DONE = KeyResult(outcome=KeyOutcome.DONE, code=0, reason="")
 _ACCEPTED = KeyResult(outcome=KeyOutcome.ACCEPTED, code=0, reason="")
 _ABSENT = KeyResult(outcome=KeyOutcome.MISSING, code=0, reason="")
+
+
+def explain(code: int) -> tuple[Explanation, ...]:
+    """What one of `ERROR_CODES` means; calls for which that is the same stand together."""
+    calls: dict[tuple[str, str], list[str]] = {}
+    for (call, listed), row in _TABLE.items():
+        if listed == code and call in COUNTED_CALLS:
+            calls.setdefault((row.meaning, row.remedy), []).append(call.name.lower())
+    if not calls:
+        calls[_NAMES[code], _REMEDY] = ["any"]
+    return tuple(Explanation(calls=tuple(names), meaning=meaning, remedy=remedy) for (meaning, remedy), names in calls.items())
 
 
 def is_lost(code: int) -> bool:
@@ -173,7 +203,7 @@ def _failure(call: StoreCall, code: int) -> KeyResult:
     row = _TABLE.get((call, code))
     if row is None:
         name = _NAMES.get(code, "a code this package does not know")
-        row = _Row(outcome=KeyOutcome.UNKNOWN, meaning=name, remedy="read Mooncake's own lines above with MC_LOG_LEVEL=INFO")
+        row = _Row(outcome=KeyOutcome.UNKNOWN, meaning=name, remedy=_REMEDY)
     if row.outcome is KeyOutcome.MISSING:
         return KeyResult(outcome=row.outcome, code=code, reason="")
     return KeyResult(outcome=row.outcome, code=code, reason=f"{call.value} returned {code}: {row.meaning}; {row.remedy}")

@@ -1,8 +1,8 @@
 """Every metric of the connector, as data: name, kind, label, the label's values, help.
 
-Machines count by the names in `p2p.counters`, shells by those below; statistics, Prometheus and the docs take all they
-say from here. A label has a bounded set of values: one that is not listed is counted as `other`, so that no peer and no
-client can make series grow.
+Machines count by the names in `p2p.counters` and `pool.counters`, shells by those below; statistics, Prometheus and the docs
+take all they say from here. A label has a bounded set of values: one that is not listed is counted as `other`, so that no
+peer and no client can make series grow.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from typing import Literal
 import msgspec
 
 from vllm_mooncake_ascend.p2p import counters
+from vllm_mooncake_ascend.pool import counters as pool_counters
 from vllm_mooncake_ascend.types import Outcome
 
 PREFIX = "mooncake_ascend:"
 OTHER = "other"
 
-# Names that shells count by; those of the machines stand in p2p.counters.
+# Names that shells count by; those of the machines stand in p2p.counters and pool.counters.
 LEASES_OPEN = "leases_open"
 BLOCKS_PINNED = "blocks_pinned"
 LOADS_IN_FLIGHT = "loads_in_flight"
@@ -29,6 +30,27 @@ MESSAGES_RECEIVED = "side_channel_messages_total"
 MESSAGES_DROPPED = "side_channel_messages_dropped_total"
 CONNECTIONS_REFUSED = "connections_refused_total"
 INVARIANTS_BROKEN = "broken_invariants_total"
+
+POOL_REQUESTS_WAITING = "pool_requests_waiting"
+POOL_LOADS_IN_FLIGHT = "pool_loads_in_flight"
+POOL_SAVES_IN_FLIGHT = "pool_saves_in_flight"
+POOL_BLOCKS_PINNED = "pool_blocks_pinned"
+POOL_BLOCKS_QUARANTINED = "pool_blocks_quarantined"
+POOL_QUEUE_DEPTH = "pool_queue_depth"
+POOL_BREAKER_OPEN = "pool_breaker_open"
+POOL_HASHES_PRIVATE = "pool_hashes_private"
+POOL_LOOKUP_DURATION = "pool_lookup_duration_seconds"
+POOL_GET_DURATION = "pool_get_duration_seconds"
+POOL_PUT_DURATION = "pool_put_duration_seconds"
+POOL_STORE_ERRORS = "pool_store_errors_total"
+"""Keys by the code the store answered with: of every `KeyResult` that has a `reason`, `str(code)`."""
+
+STORE_CODES = (
+    *(-1, -10, -101, -103, -200, -400, -500, -600, -601),
+    *(-700, -701, -702, -705, -706, -707, -710, -712, -714),
+    *(-800, -801, -900, -901, -1010, -1011, -1103, -1700, -1701),
+)
+"""Codes of errors that a label may have. `engines.store_codes` says what they mean; a test holds the two together."""
 
 
 class Metric(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,13 +71,27 @@ class Metric(msgspec.Struct, frozen=True, kw_only=True):
 _OUTCOMES = tuple(outcome.value for outcome in Outcome)
 _REASONS = tuple(value for name, value in vars(counters).items() if name.isupper() and value and not value.endswith("_total"))
 """Every reason a machine may give; one set for all, as no machine takes a reason from a peer."""
+_POOL_REASONS = tuple(
+    value for name, value in vars(pool_counters).items() if name.isupper() and value and not value.endswith("_total")
+)
 _SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+_LOOKUP_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0, 30.0)
 
 
 def _counted(name: str, help_text: str, *, by: Literal["", "reason", "outcome"] = "") -> Metric:
-    """A counter of the machines."""
+    """A counter of the machines of a transfer."""
     values = {"": (), "reason": _REASONS, "outcome": _OUTCOMES}[by]
     return Metric(name=name, kind="counter", label=by, values=values, help=help_text)
+
+
+def _pooled(name: str, help_text: str, *, by: Literal["", "reason", "outcome"] = "") -> Metric:
+    """A counter of the machines of the pool."""
+    values = {"": (), "reason": _POOL_REASONS, "outcome": _OUTCOMES}[by]
+    return Metric(name=name, kind="counter", label=by, values=values, help=help_text)
+
+
+def _gauge(name: str, help_text: str) -> Metric:
+    return Metric(name=name, kind="gauge", help=help_text)
 
 
 _PREFILL = (
@@ -103,6 +139,57 @@ _DECODE = (
     Metric(name=BLOCKS_QUARANTINED, kind="gauge", help="Blocks kept out of use because bytes may still land in them."),
 )
 
+_POOL = (
+    _pooled(pool_counters.LOOKUPS_ENDED, "Looks into the pool, by hit, miss, or why there was none.", by="reason"),
+    _pooled(pool_counters.LOOKUPS_TOO_LATE, "Answers to lookups that nobody waited for any more."),
+    _pooled(
+        pool_counters.HIT_TOKENS,
+        "Tokens whose load from the pool was ordered. vLLM counts hits of its own cache as `vllm:prefix_cache_hits`.",
+    ),
+    _pooled(pool_counters.LOADS_ENDED, "Loads of requests, by done, or why they failed.", by="reason"),
+    _pooled(pool_counters.LOADED_TOKENS, "Tokens that were loaded."),
+    _pooled(pool_counters.LOADS_ABORTED, "Loads whose requests ended before them."),
+    _pooled(pool_counters.LOADS_OVERDUE, "Loads that a worker did not end within every bound it has."),
+    _pooled(
+        pool_counters.QUARANTINES,
+        "Gets and saves of unknown outcome. Their blocks stay out of use: of a get until the store is fenced, of a save (put) "
+        "for a while.",
+        by="reason",
+    ),
+    _pooled(pool_counters.SAVES_ORDERED, "Saves of computed chunks ordered from the workers."),
+    _pooled(pool_counters.SAVES_ENDED, "Saves of chunks, by done, or why they are not in the pool.", by="reason"),
+    _pooled(pool_counters.BLOCKS_SHARED, "Blocks not saved because the pool has them, or another save puts them."),
+    _pooled(pool_counters.STALE_PROGRESS, "Progress of a step that a preemption or a reset has made void."),
+    _pooled(pool_counters.GETS_ENDED, "Keys got, per worker.", by="outcome"),
+    _pooled(pool_counters.GETS_MISSING, "Keys that were gone when they were got: evicted, or lost with their owner."),
+    _pooled(pool_counters.GET_BYTES, "KV bytes got from the pool."),
+    _pooled(pool_counters.PUTS_ENDED, "Keys put, per worker.", by="outcome"),
+    _pooled(pool_counters.PUTS_REPEATED, "Puts tried once more because the store was full for a moment."),
+    _pooled(pool_counters.PUT_BYTES, "KV bytes put into the pool."),
+    _pooled(pool_counters.FENCES, "Attempts to make sure, after a get of unknown outcome, that nothing can land.", by="reason"),
+    _pooled(pool_counters.BREAKER_OPENED, "Times that the scheduler or a worker found the store dead, and went on without it."),
+    _pooled(pool_counters.BREAKER_CLOSED, "Times that one of them found it healthy again."),
+    _pooled(pool_counters.EVENTS_IGNORED, "Events of the pool that meant nothing (any more)."),
+    Metric(
+        name=POOL_STORE_ERRORS,
+        kind="counter",
+        label="code",
+        values=("0", *(str(code) for code in STORE_CODES)),
+        help="Keys that the store answered with an error, by Mooncake's code; the table below has their meanings.",
+    ),
+    Metric(name=POOL_LOOKUP_DURATION, kind="histogram", buckets=_LOOKUP_SECONDS, help="Seconds of one lookup's store call."),
+    Metric(name=POOL_GET_DURATION, kind="histogram", buckets=_SECONDS, help="Seconds of one get call of one worker."),
+    Metric(name=POOL_PUT_DURATION, kind="histogram", buckets=_SECONDS, help="Seconds of one put call of one worker."),
+    _gauge(POOL_REQUESTS_WAITING, "Requests held back for a lookup or a load."),
+    _gauge(POOL_LOADS_IN_FLIGHT, "Loads of the worker that told last which have not ended."),
+    _gauge(POOL_SAVES_IN_FLIGHT, "Saves that hold blocks."),
+    _gauge(POOL_BLOCKS_PINNED, "KV blocks kept for loads and saves."),
+    _gauge(POOL_BLOCKS_QUARANTINED, "Blocks of loads given up, in which bytes may still land."),
+    _gauge(POOL_QUEUE_DEPTH, "Blocks that wait to be put, at the worker that told last."),
+    _gauge(POOL_BREAKER_OPEN, "1: the scheduler makes no lookups because the store does not answer."),
+    _gauge(POOL_HASHES_PRIVATE, "1: no other engine can have this one's block hashes; its log says why."),
+)
+
 _BOTH = (
     _counted(counters.MESSAGES_IGNORED, "Messages and events that meant nothing (any more).", by="reason"),
     Metric(
@@ -131,10 +218,10 @@ _BOTH = (
         name=INVARIANTS_BROKEN,
         kind="counter",
         label="where",
-        values=("producer", "consumer", "reader"),
+        values=("producer", "consumer", "reader", "pool_scheduler", "pool_worker"),
         help="Bugs of ours: a transfer was failed because its state machine broke. Please report it with the log.",
     ),
 )
 
-METRICS = _PREFILL + _DECODE + _BOTH
+METRICS = _PREFILL + _DECODE + _POOL + _BOTH
 BY_NAME = {metric.name: metric for metric in METRICS}

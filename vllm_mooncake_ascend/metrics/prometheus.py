@@ -35,7 +35,7 @@ class Exporter:
         self._failed = False
 
     def observe(self, data: Mapping[str, Any], label_values: Sequence[object]) -> None:
-        """Add what `stats.P2PStats.take` gave, under vLLM's label values of one engine."""
+        """Add what `stats.Stats.take` gave, under vLLM's label values of one engine."""
         try:
             self._observe(data, label_values)
         except (TypeError, ValueError, AttributeError, LookupError) as error:  # data of another shape or a foreign class

@@ -18,7 +18,7 @@ MAX_OBSERVATIONS = 4_096
 Data = dict[str, Any]
 
 
-class P2PStats:
+class Stats:
     """Collects what happens until it is taken. Not locked: whoever owns it serialises the calls."""
 
     def __init__(self) -> None:

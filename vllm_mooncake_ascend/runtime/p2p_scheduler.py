@@ -22,7 +22,7 @@ from vllm_mooncake_ascend.config import P2PConfig
 from vllm_mooncake_ascend.errors import LocalProtocolError
 from vllm_mooncake_ascend.layout.plane import RankLayout
 from vllm_mooncake_ascend.metrics import names
-from vllm_mooncake_ascend.metrics.stats import P2PStats
+from vllm_mooncake_ascend.metrics.stats import Stats
 from vllm_mooncake_ascend.p2p import actions, events
 from vllm_mooncake_ascend.p2p.consumer import Consumer
 from vllm_mooncake_ascend.p2p.producer import Producer
@@ -51,7 +51,7 @@ class P2PScheduler:
         self._consumes = consumes
         self._driver = Driver(self._carry_out, is_strict=config.is_strict)
         self._inbox: Inbox[Action] = Inbox(capacity=limits.MAX_INBOX)
-        self._stats = P2PStats()
+        self._stats = Stats()
         self._has_news = False
         """Something happened since the statistics were taken."""
         self._producer: Producer | None = None

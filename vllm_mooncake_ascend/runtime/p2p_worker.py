@@ -17,7 +17,7 @@ from vllm_mooncake_ascend import limits
 from vllm_mooncake_ascend.engines.base import TransferEngine
 from vllm_mooncake_ascend.errors import LocalProtocolError
 from vllm_mooncake_ascend.layout.plane import RankLayout
-from vllm_mooncake_ascend.metrics.stats import P2PStats
+from vllm_mooncake_ascend.metrics.stats import Stats
 from vllm_mooncake_ascend.p2p.reader import Reader
 from vllm_mooncake_ascend.p2p.settings import ReaderSettings
 from vllm_mooncake_ascend.runtime.inbox import Inbox
@@ -65,7 +65,7 @@ class P2PWorker:
         self._is_strict = is_strict
         self._lock = threading.Lock()
         """Of the statistics, and of the moment after which no step is taken."""
-        self._stats = P2PStats()
+        self._stats = Stats()
         self._steps: Inbox[WorkerStep] = Inbox(capacity=limits.MAX_INBOX)
         self._ended: Inbox[ReadEnded] = Inbox(capacity=limits.MAX_INBOX)
         self._stopping = threading.Event()
