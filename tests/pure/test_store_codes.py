@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_mooncake_ascend.engines.base import KeyOutcome
-from vllm_mooncake_ascend.engines.store_codes import exists_result, get_result, is_lost, put_result
+from vllm_mooncake_ascend.engines.store_codes import exists_result, get_result, is_lost, put_result, remove_result
 
 CERTAIN_OF_GET = {
     -703: KeyOutcome.MISSING,
@@ -41,6 +41,13 @@ def test_what_the_table_does_not_name_is_unknown_to_a_put(code: int) -> None:
 def test_a_lookup_knows_only_1_and_0(code: int) -> None:
     """A code is no answer, neither yes nor no."""
     assert {1: KeyOutcome.DONE, 0: KeyOutcome.MISSING}.get(code, KeyOutcome.UNKNOWN) is exists_result(code).outcome
+
+
+@given(code=st.integers(-(2**31), 2**31 - 1))
+def test_a_key_is_removed_only_with_0(code: int) -> None:
+    """Three codes say where it stands instead; of all others nothing is known."""
+    known = {0: KeyOutcome.DONE, -703: KeyOutcome.IN_USE, -704: KeyOutcome.MISSING, -706: KeyOutcome.IN_USE}
+    assert known.get(code, KeyOutcome.UNKNOWN) is remove_result(code).outcome
 
 
 @pytest.mark.parametrize("code", CERTAIN_OF_GET)

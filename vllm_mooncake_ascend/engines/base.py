@@ -69,20 +69,22 @@ class KeyOutcome(enum.Enum):
     """What is known of one key after a call of the store."""
 
     DONE = "done"
-    """Get: every byte is in place and the value has the expected length. Exists: it is there now."""
+    """Get: every byte is in place and the value has the expected length. Exists: it is there now. Remove: it is gone."""
     ACCEPTED = "accepted"
     """Put: the store took the call for good. Not to say that it keeps *these* bytes: another client may have put the key
     before, or be putting it, or have died in the midst of it."""
     MISSING = "missing"
-    """Get, exists: certainly not there; the target is untouched."""
+    """Get, exists, remove: certainly not there; the target is untouched."""
     FULL = "full"
     """Put: no room; no byte moved and none will."""
+    IN_USE = "in use"
+    """Remove: still there, under an object lease or while somebody writes it. It can go later."""
     REFUSED = "refused"
     """No call was made."""
     FAILED = "failed"
     """Nothing of it moves any more; a get's target holds an undefined mix of old and new bytes."""
     UNKNOWN = "unknown"
-    """Get: bytes may still land in the target. Put: the source may still be read. Exists: no answer."""
+    """Get: bytes may still land in the target. Put: the source may still be read. Exists, remove: no answer."""
 
 
 class KeyResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,8 +124,8 @@ class KVStore(Protocol):
 
     Calls never raise for what the master, an owner of memory or the network does. A call of put or get may take
     `limits.STORE_CALL_S`: only use threads that may wait so long. One call holds at most `limits.MAX_CALL_DESCRIPTORS`
-    buffers and `limits.MAX_CALL_BYTES` bytes, or a single key; each key once; exists at most `limits.MAX_LOOKUP_KEYS` keys.
-    What is beyond that is REFUSED whole.
+    buffers and `limits.MAX_CALL_BYTES` bytes, or a single key; each key once; exists and remove at most
+    `limits.MAX_LOOKUP_KEYS` keys. What is beyond that is REFUSED whole.
     """
 
     def connect(self) -> None:
@@ -147,6 +149,13 @@ class KVStore(Protocol):
 
     def exists(self, keys: Sequence[StoreKey]) -> StoreAnswer:
         """Look each key up: DONE, MISSING, REFUSED or UNKNOWN. What is found is kept for the master's object lease."""
+
+    def remove(self, keys: Sequence[StoreKey], *, prefix: str) -> StoreAnswer:
+        """Take each key out of the pool: DONE, MISSING, IN_USE, REFUSED or UNKNOWN. Never by force: a reader keeps its bytes.
+
+        Args:
+            prefix: what all keys must begin with, or the call is REFUSED whole: a pool is shared with strangers.
+        """
 
     def health(self) -> StoreHealth:
         """Where we lend memory: what our own client's last ping said, some seconds old, at no cost. Else the master is asked,

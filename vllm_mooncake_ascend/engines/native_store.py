@@ -115,6 +115,10 @@ class NativeStore:
         """1, 0 or code of each key."""
         return [int(answer) for answer in self._alive().batch_is_exist(list(keys))]
 
+    def remove(self, keys: Sequence[StoreKey]) -> list[int]:
+        """Code of each key."""
+        return [int(answer) for answer in self._alive().batch_remove(list(keys))]
+
     def health(self) -> StoreHealth:
         """What the client's last ping said: one a second, five seconds apart when they fail. Without a segment: CONNECTED."""
         states = {0: StoreHealth.CONNECTED, 1: StoreHealth.CLOSED}

@@ -26,7 +26,7 @@ from vllm_mooncake_ascend.engines.native_store import MIN_SEGMENT_BYTES, NativeS
 from vllm_mooncake_ascend.engines.register import MemoryRegister
 from vllm_mooncake_ascend.engines.store_client import StoreClient
 from vllm_mooncake_ascend.engines.store_codes import StoreCall
-from vllm_mooncake_ascend.engines.store_refusal import data_refusal, lookup_refusal
+from vllm_mooncake_ascend.engines.store_refusal import data_refusal, lookup_refusal, removal_refusal
 from vllm_mooncake_ascend.errors import ConfigError, EngineError
 from vllm_mooncake_ascend.layout.plane import Region
 from vllm_mooncake_ascend.planner.store_batch import StoreBatch
@@ -52,7 +52,7 @@ class MooncakeStore:
         _prepare_process(settings)
         self._settings = settings
         self._lock = threading.Lock()
-        """Of everything but calls of put, get and exists."""
+        """Of everything but calls of put, get, exists and remove."""
         self._register_lock = threading.Lock()
         """Held for moments."""
         self._register = MemoryRegister(alignment_bytes=alignment_bytes)
@@ -102,6 +102,12 @@ class MooncakeStore:
             return _all(keys, store_codes.refused(f"looking {len(keys)} keys up: {refusal}"))
         return self._ask(self._reading, StoreCall.EXISTS, keys, lambda native: native.exists(keys), store_codes.exists_result)
 
+    def remove(self, keys: Sequence[StoreKey], *, prefix: str) -> StoreAnswer:
+        refusal = removal_refusal(keys, prefix)
+        if refusal is not None:
+            return _all(keys, store_codes.refused(f"removing {len(keys)} keys: {refusal}"))
+        return self._ask(self._serving, StoreCall.REMOVE, keys, lambda native: native.remove(keys), store_codes.remove_result)
+
     def health(self) -> StoreHealth:
         if not all(client.is_connected for client in self._clients()):
             return StoreHealth.CLOSED
@@ -148,7 +154,7 @@ class MooncakeStore:
                 results = tuple(map(result, answers))
             else:
                 results = (store_codes.unanswered(call, len(answers), len(keys)),) * len(keys)
-            if call is not StoreCall.EXISTS and any(one.outcome is KeyOutcome.UNKNOWN for one in results):
+            if call in store_codes.MOVES_BYTES and any(one.outcome is KeyOutcome.UNKNOWN for one in results):
                 client.note_unknown()
         return StoreAnswer(results=results, is_lost=any(map(store_codes.is_lost, answers)))
 

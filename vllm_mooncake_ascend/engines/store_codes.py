@@ -7,7 +7,9 @@ Sources, Mooncake v0.3.13.post1:
   waits 60 s for them (`transfer_task.cpp`, hard-coded), and looks at the object leases last. So -703, -704, -702 and -600
   come before a byte was asked for, and -707 only when all bytes of *that* key had come. -800 says that something of the
   key is still under way, or may be: bytes were seen to land 60 s later;
-- what a put makes of them: `client_service.cpp`, `Client::BatchPut`: "exists already" is answered with 0.
+- what a put makes of them: `client_service.cpp`, `Client::BatchPut`: "exists already" is answered with 0;
+- what a remove makes of them: `mooncake-store/src/master_service.cpp`, `MasterService::Remove`: first "is there", then "has no
+  object lease", then "nobody is writing it".
 
 -900 and -901 are UNKNOWN for data although a plain get asks the master before it moves anything: with an SSD tier the owner
 is asked as well, and then bytes are on their way.
@@ -31,6 +33,11 @@ class StoreCall(enum.Enum):
     PUT = "batch_put_from_multi_buffers"
     GET = "batch_get_into_multi_buffers"
     EXISTS = "batch_is_exist"
+    REMOVE = "batch_remove"
+
+
+MOVES_BYTES = frozenset({StoreCall.PUT, StoreCall.GET})
+"""Calls behind which, when they are UNKNOWN, bytes may still move."""
 
 
 class _Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,6 +140,19 @@ _TABLE: dict[tuple[StoreCall, int], _Row] = {
     (StoreCall.PUT, -1701): _QUOTA,
     (StoreCall.EXISTS, -900): _RPC_FAIL,
     (StoreCall.EXISTS, -901): _RPC_TIMEOUT,
+    (StoreCall.REMOVE, -704): _Row(outcome=KeyOutcome.MISSING, meaning="there is no such object", remedy=""),
+    (StoreCall.REMOVE, -706): _Row(
+        outcome=KeyOutcome.IN_USE,
+        meaning="somebody has looked it up or read it within the object lease",
+        remedy="try again when the master's default_kv_lease_ttl has passed",
+    ),
+    (StoreCall.REMOVE, -703): _Row(
+        outcome=KeyOutcome.IN_USE,
+        meaning="another client is still writing it",
+        remedy="try again later; the master discards what a dead client began after put_start_discard_timeout_sec",
+    ),
+    (StoreCall.REMOVE, -900): _RPC_FAIL,
+    (StoreCall.REMOVE, -901): _RPC_TIMEOUT,
 }
 
 _REMEDY = "read Mooncake's own lines above with MC_LOG_LEVEL=INFO"
@@ -186,6 +206,11 @@ def exists_result(answer: int) -> KeyResult:
     if answer == 1:
         return _DONE
     return _ABSENT if answer == 0 else _failure(StoreCall.EXISTS, answer)
+
+
+def remove_result(code: int) -> KeyResult:
+    """Of one key's code."""
+    return _DONE if code == 0 else _failure(StoreCall.REMOVE, code)
 
 
 def refused(reason: str) -> KeyResult:

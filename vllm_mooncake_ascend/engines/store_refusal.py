@@ -34,8 +34,18 @@ def data_refusal(keys: Sequence[StoreKey], batch: StoreBatch, register: MemoryRe
 def lookup_refusal(keys: Sequence[StoreKey]) -> str | None:
     """Why these keys must not be looked up; None if they may."""
     if len(keys) > limits.MAX_LOOKUP_KEYS:
-        return f"{len(keys)} keys in one lookup, the limit is {limits.MAX_LOOKUP_KEYS}"
+        return f"{len(keys)} keys in one call, the limit is {limits.MAX_LOOKUP_KEYS}"
     return _keys_refusal(keys)
+
+
+def removal_refusal(keys: Sequence[StoreKey], prefix: str) -> str | None:
+    """Why these keys must not be removed by the owner of `prefix`; None if they may."""
+    if not prefix:
+        return "an empty prefix stands for the keys of everybody"
+    for key in keys:
+        if not key.startswith(prefix):
+            return f"{key[: limits.MAX_ID_CHARS]!r} does not begin with {prefix!r}"
+    return lookup_refusal(keys)
 
 
 def _keys_refusal(keys: Sequence[StoreKey]) -> str | None:

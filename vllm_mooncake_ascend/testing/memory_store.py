@@ -26,23 +26,22 @@ import dataclasses
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from vllm_mooncake_ascend import limits
 from vllm_mooncake_ascend.engines import store_codes
 from vllm_mooncake_ascend.engines.base import KeyOutcome, KeyResult, StoreAnswer, StoreHealth, StoreKey
 from vllm_mooncake_ascend.engines.register import MemoryRegister
-from vllm_mooncake_ascend.engines.store_refusal import data_refusal, lookup_refusal
+from vllm_mooncake_ascend.engines.store_refusal import data_refusal, lookup_refusal, removal_refusal
 from vllm_mooncake_ascend.errors import EngineError, LocalProtocolError
 from vllm_mooncake_ascend.layout.plane import Region
 from vllm_mooncake_ascend.planner.store_batch import StoreBatch
+from vllm_mooncake_ascend.testing.store_buffers import Write, carry_out, cut_to, spans_of, writes_of
 from vllm_mooncake_ascend.types import Outcome
 
 CLIENT_TTL_S = limits.MASTER_CLIENT_TTL_S
-_Write = tuple[int, bytes]
-"""Address and what is written there."""
 _RPC_FAIL, _RPC_TIMEOUT, _TRANSFER_FAIL = -900, -901, -800
-_MISSING, _LEASE_EXPIRED, _FULL, _TOO_SHORT = -704, -707, -200, -600
+_MISSING, _LEASED, _LEASE_EXPIRED, _FULL, _TOO_SHORT = -704, -706, -707, -200, -600
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,7 +78,7 @@ class _Late:
     """Writes of an UNKNOWN get that wait for `owner` to go on; None: for `deliver`."""
 
     owner: MemoryStore | None
-    writes: tuple[_Write, ...]
+    writes: tuple[Write, ...]
 
 
 class MemoryPool:
@@ -212,7 +211,7 @@ class MemoryStore:
         """Write what waits for `owner`."""
         for late in self._late:
             if late.owner is owner:
-                _write(late.writes)
+                carry_out(late.writes)
         self._late = [late for late in self._late if late.owner is not owner]
 
     def drop_late_of(self, owner: MemoryStore) -> None:
@@ -259,7 +258,7 @@ class MemoryStore:
                 answer = StoreAnswer(results=tuple(map(result, codes)), is_lost=False)
             for index, outcome in enumerate(answer.outcomes):
                 if outcome is KeyOutcome.UNKNOWN:
-                    self._unresolved += _spans(batch, index)
+                    self._unresolved += spans_of(batch, index)
             return answer
 
     def exists(self, keys: Sequence[StoreKey]) -> StoreAnswer:
@@ -272,6 +271,17 @@ class MemoryStore:
                 return lost
             found = [int(self._grant(key) is not None) for key in keys]
             return StoreAnswer(results=tuple(map(store_codes.exists_result, found)), is_lost=False)
+
+    def remove(self, keys: Sequence[StoreKey], *, prefix: str) -> StoreAnswer:
+        with self._pool.lock:
+            refusal = removal_refusal(keys, prefix)
+            if refusal is not None:
+                return _all(keys, store_codes.refused(refusal), is_lost=False)
+            lost = self._lost(keys, store_codes.remove_result)
+            if lost is not None:
+                return lost
+            codes = [self._remove(key) for key in keys]
+            return StoreAnswer(results=tuple(map(store_codes.remove_result, codes)), is_lost=False)
 
     def health(self) -> StoreHealth:
         if not self._is_connected:
@@ -323,7 +333,7 @@ class MemoryStore:
             return _FULL
         if owner.is_stopped or owner.killed_at_s is not None:
             return _TRANSFER_FAIL
-        spans = _spans(batch, index)
+        spans = spans_of(batch, index)
         value = b"".join(ctypes.string_at(start, end - start) for start, end in spans)
         self._pool.objects[key] = StoredObject(value=value, owner=owner, lease_until_s=0.0)
         return 0
@@ -331,59 +341,43 @@ class MemoryStore:
     def _get(self, key: StoreKey, batch: StoreBatch, index: int) -> int:
         fault = self._pool.get_fault(key)
         held = self._grant(key)
-        spans = _spans(batch, index)
+        spans = spans_of(batch, index)
         if fault is not None:
             value = held.value if held is not None else b"\xee" * batch.value_bytes
-            return self._get_with(fault, None, _writes(spans, value))
+            return self._get_with(fault, None, writes_of(spans, value))
         if held is None:
             return _MISSING
         if batch.value_bytes != len(held.value):
             return _TOO_SHORT if batch.value_bytes < len(held.value) else _TRANSFER_FAIL
-        writes = _writes(spans, held.value)
+        writes = writes_of(spans, held.value)
         if held.owner.killed_at_s is not None:
             return _TRANSFER_FAIL
         if held.owner.is_stopped:
             return self._get_with(GetFault(code=_TRANSFER_FAIL, num_landed=1, lands_late=True), held.owner, writes)
-        _write(writes)
+        carry_out(writes)
         return len(held.value) if self._pool.object_lease_s > 0 else _LEASE_EXPIRED
 
-    def _get_with(self, fault: GetFault, owner: MemoryStore | None, writes: tuple[_Write, ...]) -> int:
-        _write(writes[: fault.num_landed])
+    def _remove(self, key: StoreKey) -> int:
+        held = self._pool.objects.get(key)
+        if held is None:
+            return _MISSING
+        if held.lease_until_s > self._pool.now_s:
+            return _LEASED
+        del self._pool.objects[key]
+        return 0
+
+    def _get_with(self, fault: GetFault, owner: MemoryStore | None, writes: tuple[Write, ...]) -> int:
+        carry_out(writes[: fault.num_landed])
         if fault.lands_late:
             self._late.append(_Late(owner=owner, writes=writes[fault.num_landed :]))
         return fault.code
 
     def _check_targets(self, batch: StoreBatch) -> None:
-        spans = sorted(span for index in range(len(batch)) for span in _spans(batch, index))
+        spans = sorted(span for index in range(len(batch)) for span in spans_of(batch, index))
         if any(left[1] > right[0] for left, right in itertools.pairwise(spans)):
             raise LocalProtocolError("buffers of a get overlap")
-        if any(start < end and first < last for first, last in self._unresolved for start, end in _cut(spans, first, last)):
+        if any(start < end and first < last for first, last in self._unresolved for start, end in cut_to(spans, first, last)):
             raise LocalProtocolError("a get into buffers of an earlier one that is UNKNOWN; fence first")
-
-
-def _spans(batch: StoreBatch, index: int) -> list[tuple[int, int]]:
-    """Start and end of each buffer of one key."""
-    starts, lengths = batch.addresses[index].tolist(), batch.lengths_bytes.tolist()
-    return [(start, start + length) for start, length in zip(starts, lengths, strict=True)]
-
-
-def _cut(spans: list[tuple[int, int]], first: int, last: int) -> Iterator[tuple[int, int]]:
-    """The parts of `spans` within [first, last), empty ones included."""
-    return ((max(start, first), min(end, last)) for start, end in spans)
-
-
-def _writes(spans: list[tuple[int, int]], value: bytes) -> tuple[_Write, ...]:
-    """Address and bytes of each buffer, the last one first."""
-    writes, offset = [], 0
-    for start, end in spans:
-        writes.append((start, value[offset : offset + end - start]))
-        offset += end - start
-    return tuple(reversed(writes))
-
-
-def _write(writes: Sequence[_Write]) -> None:
-    for address, value in writes:
-        ctypes.memmove(address, value, len(value))
 
 
 def _all(keys: Sequence[StoreKey], result: KeyResult, *, is_lost: bool) -> StoreAnswer:

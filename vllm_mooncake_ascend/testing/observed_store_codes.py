@@ -42,7 +42,7 @@ def observe() -> Codes:
         assert set(owner.put(["there", _DOOMED], _VALUE_BYTES)) == {KeyOutcome.ACCEPTED}
         # Its object lease keeps the doomed one there: a put that finds no room makes the master evict at once.
         assert store.exists(_DOOMED) == 1
-        codes = store.registering() | store.getting() | store.putting()
+        codes = store.registering() | store.getting() | store.putting() | store.removing()
         codes |= _with_owner_killed(store, owner)
         codes |= _with_master_gone(world, store)
         store.close()
@@ -94,6 +94,13 @@ class _Raw:
             "put nothing": self.put("empty", 0),
         }
 
+    def removing(self) -> Codes:
+        return {
+            "remove": self.remove("new"),
+            "remove of no such key": self.remove("new"),
+            "remove under an object lease": self.remove("there"),
+        }
+
     def exists(self, key: str) -> int:
         return int(self._store.batch_is_exist([key])[0])
 
@@ -103,6 +110,9 @@ class _Raw:
 
     def put(self, key: str, value_bytes: int) -> int:
         return int(self._store.batch_put_from_multi_buffers([key], [self._at(0)], [[value_bytes]])[0])
+
+    def remove(self, key: str) -> int:
+        return int(self._store.batch_remove([key])[0])
 
     def health(self) -> int:
         return int(self._store.health_check())
@@ -138,6 +148,7 @@ def _with_master_gone(world: MooncakeStoreWorld, store: _Raw) -> Codes:
     codes["exists at a dead master"] = store.exists("there")
     codes["get at a dead master"] = store.get("there", _VALUE_BYTES)
     codes["put at a dead master"] = store.put("newer", _VALUE_BYTES)
+    codes["remove at a dead master"] = store.remove("there")
     time.sleep(_PING_S)
     codes["health at a dead master"] = store.health()
     codes["health of one that lends memory at a dead master"] = lends.health()

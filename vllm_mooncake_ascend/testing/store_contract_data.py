@@ -119,11 +119,52 @@ def clients_at_once_all_get_their_bytes(world: StoreWorld) -> None:
     assert all_of(_DONE, more) == owner.get(more, 256 * KIB)
 
 
+def removed_keys_are_gone_and_no_others(world: StoreWorld) -> None:
+    """Two of five keys: MISSING after it, as one that nobody put; the others are as they were, and a removed key can be put
+    anew."""
+    owner, store = world.owner(), connected(world)
+    keys = names("some", 5)
+    owner.put(keys, 4 * KIB)
+    never = names("never", 1)
+    assert store.remove(keys[:2], prefix="some/").outcomes == (_DONE, _DONE)
+    assert store.remove(keys[:2], prefix="some/").outcomes == (_MISSING, _MISSING)
+    assert store.remove(never, prefix="never/").outcomes == (_MISSING,)
+    assert store.exists(keys).outcomes == (_MISSING, _MISSING, _DONE, _DONE, _DONE)
+    assert all_of(_DONE, keys[2:]) == owner.get(keys[2:], 4 * KIB)
+    assert all_of(_ACCEPTED, keys[:2]) == owner.put(keys[:2], 4 * KIB)
+    assert all_of(_DONE, keys[:2]) == owner.get(keys[:2], 4 * KIB)
+
+
+def keys_in_use_are_not_removed(world: StoreWorld) -> None:
+    """Looked up by one client, got by another, and untouched: only the last one goes, and the readers' bytes stay."""
+    owner, store = world.owner(), connected(world)
+    keys = names("used", 3)
+    owner.put(keys, 4 * KIB)
+    assert owner.get(keys[1:2], 4 * KIB) == (_DONE,)
+    assert store.exists(keys[:1]).outcomes == (_DONE,)
+    answer = store.remove(keys, prefix="used/")
+    assert answer.outcomes == (KeyOutcome.IN_USE, KeyOutcome.IN_USE, _DONE)
+    assert ("object lease" in answer.results[0].reason, answer.is_lost) == (True, False)
+    assert all_of(_DONE, keys[:2]) == owner.get(keys[:2], 4 * KIB)
+
+
+def keys_are_removed_once_their_object_leases_are_over(world: StoreWorld) -> None:
+    """Looked up, then removed a moment later where object leases are short."""
+    world.shorten_object_leases()
+    owner, store = world.owner(), connected(world)
+    keys = names("lapsed", 2)
+    owner.put(keys, 4 * KIB)
+    assert all_of(_DONE, keys) == store.exists(keys).outcomes
+    world.pass_time(0.1)
+    assert all_of(_DONE, keys) == store.remove(keys, prefix="lapsed/").outcomes
+
+
 # --- refusals -----------------------------------------------------------------------
 
 
 def calls_that_would_go_wrong_are_refused(world: StoreWorld) -> None:
-    """A key twice, memory not registered, a null pointer, too much for a call, what is no key: REFUSED whole, no byte moved."""
+    """A key twice, memory not registered, a null pointer, too much for a call, what is no key, the keys of others: REFUSED
+    whole, no byte moved, no key removed."""
     owner, store = world.owner(), connected(world)
     keys = names("good", 2)
     owner.put(keys, 4 * KIB)
@@ -149,8 +190,12 @@ def calls_that_would_go_wrong_are_refused(world: StoreWorld) -> None:
         assert all_of(KeyOutcome.REFUSED, some_keys) == store.put(some_keys, batch).outcomes
     many = names("many", limits.MAX_LOOKUP_KEYS + 1)
     assert all_of(KeyOutcome.REFUSED, many) == store.exists(many).outcomes
+    assert all_of(KeyOutcome.REFUSED, many) == store.remove(many, prefix="many/").outcomes
+    for prefix in ("", "goo/", keys[0]):
+        assert all_of(KeyOutcome.REFUSED, keys) == store.remove(keys, prefix=prefix).outcomes
     assert np.count_nonzero(target) == 0
     assert store.fence()
+    assert all_of(_DONE, keys) == owner.get(keys, 4 * KIB)
 
 
 def nothing_asked_nothing_answered(world: StoreWorld) -> None:
@@ -158,6 +203,7 @@ def nothing_asked_nothing_answered(world: StoreWorld) -> None:
     store = world.store()
     empty = StoreBatch(addresses=np.zeros((0, 1), dtype=np.int64), lengths_bytes=np.ones(1, dtype=np.int64))
     assert (store.get([], empty).outcomes, store.put([], empty).outcomes, store.exists([]).outcomes) == ((), (), ())
+    assert store.remove([], prefix="any/").outcomes == ()
 
 
 # --- a full pool, short leases, owners that leave -----------------------------------
@@ -226,6 +272,9 @@ CHECKS: tuple[StoreCheck, ...] = (
     values_of_another_length_are_never_done,
     what_is_there_stays,
     many_small_values_arrive,
+    removed_keys_are_gone_and_no_others,
+    keys_in_use_are_not_removed,
+    keys_are_removed_once_their_object_leases_are_over,
     clients_at_once_all_get_their_bytes,
     calls_that_would_go_wrong_are_refused,
     nothing_asked_nothing_answered,

@@ -67,7 +67,12 @@ def _master_dies(world: StoreWorld, store: KVStore) -> None:
     target = memory_for(store, 2, 4 * KIB)
     world.kill_master()
     batch = store_batch_of(target)
-    calls = (lambda: store.exists(keys), lambda: store.get(keys, batch), lambda: store.put(later, batch))
+    calls = (
+        lambda: store.exists(keys),
+        lambda: store.get(keys, batch),
+        lambda: store.put(later, batch),
+        lambda: store.remove(keys, prefix="before/"),
+    )
     for call in calls:
         answer = timed(world, call)
         assert {KeyOutcome.UNKNOWN, KeyOutcome.REFUSED} >= set(answer.outcomes)
@@ -90,8 +95,8 @@ def stopped_master_is_noticed(world: StoreWorld) -> None:
     owner.put(keys, 4 * KIB)
     target = memory_for(store, 2, 4 * KIB)
     world.stop_master()
-    for _ in range(2):
-        answer = timed(world, lambda: store.exists(keys))
+    for call in (lambda: store.exists(keys), lambda: store.remove(keys, prefix="kept/")):
+        answer = timed(world, call)
         assert {KeyOutcome.UNKNOWN, KeyOutcome.REFUSED} >= set(answer.outcomes)
         assert answer.is_lost
     world.resume_master()
@@ -128,7 +133,7 @@ def closed_store_refuses(world: StoreWorld) -> None:
     store.close()
     store.close()
     batch = store_batch_of(target)
-    for answer in (store.get(keys, batch), store.put(keys, batch), store.exists(keys)):
+    for answer in (store.get(keys, batch), store.put(keys, batch), store.exists(keys), store.remove(keys, prefix="shut/")):
         assert all_of(KeyOutcome.REFUSED, keys) == answer.outcomes
     assert StoreHealth.CLOSED is store.health()
     assert Outcome.REFUSED is _connect_failure(store)
