@@ -103,7 +103,7 @@ def test_the_address_is_the_most_specific_one_given(extra: dict[str, object], en
         ({"protocol": "udp"}, "protocol='udp' must be 'tcp' or 'rdma' or 'ascend'"),
         ({"device_name": 0}, "device_name=0 must be a text"),
         ({"peers": 7}, "peers=7 must be a list of addresses"),
-        ({"peers": ["10.0.0.0/33"]}, "peers='10.0.0.0/33' must be addresses (10.0.0.7), networks"),
+        ({"peers": ["10.0.0.0/33"]}, "peers=['10.0.0.0/33'] must be a list of addresses (10.0.0.7), networks"),
         ({"cluster_secret": "short"}, "the cluster secret has 5 characters, at least 16 are needed"),
         ({"cluster_secret": 7}, "cluster_secret=(not shown) must be a text"),
         ({"cluster_secret": SECRET, "cluster_secret_file": "f"}, "are both set; keep one"),
@@ -187,8 +187,16 @@ def test_a_secret_file_without_a_secret_is_refused(content: object, complaint: s
             {"VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": "480"},
             "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT=480 is taken for lease_max_s",
         ),
-        ({}, {"VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": "x"}, "'x' is ignored: lease_max_s must be 1 to 3600"),
-        ({}, {"VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": "0"}, "'0' is ignored: lease_max_s must be 1 to 3600"),
+        (
+            {},
+            {"VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": "x"},
+            "'x' is ignored: lease_max_s must be a number of seconds, 1 to 3600",
+        ),
+        (
+            {},
+            {"VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": "0"},
+            "'0' is ignored: lease_max_s must be a number of seconds, 1 to 3600",
+        ),
         ({"lease_max_s": 60}, {"VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": "9"}, "is ignored: lease_max_s is set"),
     ],
 )

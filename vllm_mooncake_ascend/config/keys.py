@@ -10,7 +10,7 @@ from vllm_mooncake_ascend import limits
 
 Value = Union[str, int, float, bool, tuple[str, ...]]
 
-Kind = Literal["choice", "text", "seconds", "milliseconds", "ratio", "integer", "flag", "hosts"]
+Kind = Literal["choice", "text", "seconds", "milliseconds", "ratio", "integer", "flag", "host", "hosts"]
 
 READ_WAIT_MOST_S = 100.0
 assert READ_WAIT_MOST_S + limits.ENGINE_CALL_S + limits.PEER_ANSWER_S < limits.VERDICT_MEMORY_S, "see limits.py"
@@ -68,13 +68,13 @@ KEYS = (
     ),
     Key(
         name="transfer_host",
-        kind="text",
+        kind="host",
         default_text="`side_channel_host`",
         meaning="Address under which peers reach this engine's KV memory.",
     ),
     Key(
         name="side_channel_host",
-        kind="text",
+        kind="host",
         default_text="`VLLM_HOST_IP`, else the host's primary address",
         meaning="Address the prefill engine's side channel listens on and gives to peers.",
     ),

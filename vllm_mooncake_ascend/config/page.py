@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from vllm_mooncake_ascend.config import keys
 from vllm_mooncake_ascend.config.keys import Borrowed, Key
+from vllm_mooncake_ascend.config.reading import figure
 
 _HEAD = f"""# Configuration
 
@@ -71,14 +72,10 @@ def _values(key: Key) -> str:
             return "true, false"
         case "hosts":
             return "list of texts"
-        case "text":
+        case "text" | "host":
             return "text"
         case "integer" | "ratio" | "seconds" | "milliseconds":
-            return f"{key.kind}, {_figure(key.lowest)} to {_figure(key.highest)}"
-
-
-def _figure(number: float) -> str:
-    return str(int(number)) if number == int(number) else str(number)
+            return f"{key.kind}, {figure(key.lowest)} to {figure(key.highest)}"
 
 
 def _shown(key: Key) -> str:
@@ -90,7 +87,7 @@ def _shown(key: Key) -> str:
         case str() as text:
             return f"`{text}`"
         case int() | float() as number:
-            return _figure(number)
+            return figure(number)
         case _:
             raise AssertionError(f"{key.name} has neither a plain default nor a text for it")
 
