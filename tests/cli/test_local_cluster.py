@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_mooncake_ascend.cli import processes
+from vllm_mooncake_ascend import limits
+from vllm_mooncake_ascend.cli import processes, servers
 from vllm_mooncake_ascend.cli.local_cluster import LocalCluster, Server, ServerFailed
 from vllm_mooncake_ascend.cli.servers import PORT, ServerSpec
 from vllm_mooncake_ascend.testing import cluster as harm
@@ -73,6 +74,42 @@ def test_a_taken_port_is_replaced(tmp_path: Path) -> None:
         server.start(port=holder.getsockname()[1])
         cluster.wait_ready(timeout_s=60)
         assert holder.getsockname()[1] != server.port
+
+
+def test_a_program_that_is_not_there_is_told(tmp_path: Path) -> None:
+    """As the master is where Mooncake is not installed."""
+    with LocalCluster(tmp_path) as cluster, pytest.raises(ServerFailed, match=r"no-such-program.*is Mooncake installed"):
+        cluster.start(ServerSpec(name="absent", role="master", command=("no-such-program", PORT)))
+
+
+def test_a_master_with_a_taken_port_gets_another(tmp_path: Path) -> None:
+    """A real one; another socket holds first the port for its clients, then the one for HTTP."""
+    pytest.importorskip("mooncake")
+    with socket.socket() as holder, LocalCluster(tmp_path) as cluster:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        taken = holder.getsockname()[1]
+        server = cluster.start(servers.master())
+        for ports in ({"rpc_port": taken}, {"port": taken}):
+            processes.stop_all([server.child], grace_s=0.0)
+            server.start(**ports)
+            cluster.wait_ready(timeout_s=60)
+            assert taken not in (server.port, server.rpc_port)
+
+
+def test_a_master_has_our_times(tmp_path: Path) -> None:
+    """It says so itself when it starts, and keeps its address in a restart."""
+    pytest.importorskip("mooncake")
+    with LocalCluster(tmp_path) as cluster:
+        server = cluster.start(servers.master())
+        cluster.wait_ready(timeout_s=60)
+        address, story = server.rpc_address, server.child.log_tail(60)
+        harm.kill(server)
+        harm.restart(server)
+        cluster.wait_ready(timeout_s=60)
+        lease_ms, ttl_s = round(limits.OBJECT_LEASE_S * 1e3), round(limits.MASTER_CLIENT_TTL_S)
+        assert (True, True) == (f"default_kv_lease_ttl={lease_ms}," in story, f"client_ttl={ttl_s}," in story)
+        assert address == server.rpc_address
 
 
 def test_a_killed_server_can_be_restarted_on_its_port(tmp_path: Path) -> None:

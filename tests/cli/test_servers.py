@@ -48,6 +48,36 @@ def test_the_users_environment_wins() -> None:
     assert "OMP_NUM_THREADS" not in servers.cpu_environment({"OMP_NUM_THREADS": "4"})
 
 
+@pytest.mark.parametrize(("role", "pooling"), [("prefill", True), ("pool", None)])
+def test_an_engine_of_a_pool_knows_its_master(role: str, pooling: bool | None) -> None:
+    """The settings of an engine with both connectors in one, and of one that only shares prefixes."""
+    spec = servers.engine("one", role, "model", extra=servers.pool_settings(role, "10.0.0.1:50051", "2GB"))
+    config = json.loads(spec.command[spec.command.index("--kv-transfer-config") + 1])
+    extra = config["kv_connector_extra_config"]
+    assert ("10.0.0.1:50051", "2GB", pooling) == (extra["master"], extra["segment_size"], extra.get("prefix_pooling"))
+
+
+def test_launch_gives_all_engines_the_pool() -> None:
+    """A plan with a pool, once its master is known."""
+    plan = launch.Plan(model="model", num_prefill=1, num_decode=1, arguments=(), pool_segment="1GB").with_master("127.0.0.1:7")
+    specs = launch.engine_specs(plan, cpus=frozenset({0}), cpu_environment={})
+    assert [True, True] == [any('"master": "127.0.0.1:7"' in word for word in spec.command) for spec in specs]
+
+
+def test_the_master_is_asked_for_our_times() -> None:
+    """Object leases of 30 s in milliseconds, and its two ports as words that are replaced."""
+    words = servers.master(arguments=("--eviction_ratio", "0.1")).command
+    options = dict(zip(words[1::2], words[2::2], strict=False))
+    wanted = {
+        "--default_kv_lease_ttl": "30000",
+        "--client_ttl": "60",
+        "--rpc_port": servers.RPC_PORT,
+        "--metrics_port": servers.PORT,
+    }
+    assert wanted == {name: options.get(name) for name in wanted}
+    assert ("--eviction_ratio", "0.1") == words[-2:]
+
+
 def test_launch_makes_the_engines_asked_for() -> None:
     """One prefill and two decode engines, an option for all and a variable for decode only."""
     plan = launch.Plan(

@@ -1,4 +1,5 @@
-"""`launch`: prefill engines, decode engines and the proxy on this host, on ports that nobody has to choose."""
+"""`launch`: prefill engines, decode engines and the proxy on this host, on ports that nobody has to choose; with a prefix pool
+between them if wanted."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ import typer
 from rich.console import Console
 
 from vllm_mooncake_ascend.cli import processes, servers, startup
-from vllm_mooncake_ascend.cli.local_cluster import LocalCluster, ServerFailed
+from vllm_mooncake_ascend.cli.local_cluster import LocalCluster, Server, ServerFailed
+from vllm_mooncake_ascend.cli.serve import DEFAULT_SEGMENT
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,10 +25,19 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     arguments: tuple[str, ...]
     prefill_environment: dict[str, str] = {}
     decode_environment: dict[str, str] = {}
+    pool_segment: str = ""
+    """Memory that each worker lends to a prefix pool, with its unit. Empty: no pool."""
+    pool_master: str = ""
+    """`host:port` of the pool's master. Empty: one is started if there is a pool."""
+
+    def with_master(self, address: str) -> Plan:
+        """The same with this master."""
+        return msgspec.structs.replace(self, pool_master=address)
 
 
 def engine_specs(plan: Plan, *, cpus: frozenset[int], cpu_environment: dict[str, str]) -> list[servers.ServerSpec]:
-    """The engines of `plan` on a host with `cpus`."""
+    """The engines of `plan` on a host with `cpus`. A plan with a pool must know the pool's master."""
+    assert bool(plan.pool_segment) == bool(plan.pool_master)
     placed = servers.placements(cpus, plan.num_prefill + plan.num_decode)
     roles = (
         ("prefill", plan.num_prefill, plan.prefill_environment),
@@ -40,10 +51,24 @@ def engine_specs(plan: Plan, *, cpus: frozenset[int], cpu_environment: dict[str,
             arguments=plan.arguments,
             environment={**cpu_environment, **environment},
             placement=placed.get(role),
+            extra=servers.pool_settings(role, plan.pool_master, plan.pool_segment) if plan.pool_master else None,
         )
         for role, count, environment in roles
         for index in range(count)
     ]
+
+
+def start_master(cluster: LocalCluster, console: Console) -> Server:
+    """Start the master of a prefix pool and wait for it: engines must know its address."""
+    master = cluster.start(servers.master())
+    with startup.progress(console, cluster) as show:
+        cluster.wait_ready(on_poll=show)
+    return master
+
+
+def pool_options(master: Server) -> str:
+    """How `pool` finds this master."""
+    return f"--master {master.rpc_address} --metrics {master.url.removeprefix('http://')}"
 
 
 def bring_up(cluster: LocalCluster, specs: list[servers.ServerSpec], console: Console) -> None:
@@ -63,6 +88,7 @@ def as_json(cluster: LocalCluster) -> str:
             "name": server.spec.name,
             "role": server.spec.role,
             "url": server.url,
+            "rpc_address": server.rpc_address if server.rpc_port else None,
             "pid": server.child.pid,
             "ready_seconds": server.ready_after_s,
             "log": str(server.child.log_path),
@@ -77,6 +103,13 @@ def launch(
     model: str = typer.Argument(help="Model folder or name."),
     prefill: int = typer.Option(1, min=1, help="Number of prefill engines."),
     decode: int = typer.Option(1, min=1, help="Number of decode engines."),
+    prefix_pooling: bool = typer.Option(
+        False, "--prefix-pooling", help="Share prefixes between all engines through a pool; starts the pool's master too."
+    ),
+    pool_master: str = typer.Option(
+        "", metavar="HOST:PORT", help="Share prefixes through the pool with this master, and start none."
+    ),
+    pool_segment: str = typer.Option(DEFAULT_SEGMENT, metavar="SIZE", help="Memory each worker lends to the pool."),
     prefill_env: list[str] = typer.Option([], help="KEY=VALUE for the prefill engines only; may be repeated."),
     decode_env: list[str] = typer.Option([], help="KEY=VALUE for the decode engines only; may be repeated."),
     logs: Path = typer.Option(Path("build/logs"), help="Folder for the log of each server."),
@@ -95,15 +128,18 @@ def launch(
         arguments=tuple(context.args),
         prefill_environment=environment_option(prefill_env, "--prefill-env"),
         decode_environment=environment_option(decode_env, "--decode-env"),
+        pool_segment=pool_segment if prefix_pooling or pool_master else "",
+        pool_master=pool_master,
     )
-    specs = engine_specs(plan, cpus=frozenset(os.sched_getaffinity(0)), cpu_environment=servers.cpu_environment(os.environ))
     console = Console(stderr=as_json_line, quiet=as_json_line)
     try:
         with processes.termination_as_interrupt(), LocalCluster(logs) as cluster:
-            bring_up(cluster, specs, console)
+            _run(cluster, plan, console)
             if as_json_line:
                 print(as_json(cluster), flush=True)
             console.print(startup.server_table(cluster))
+            for master in cluster.with_role(servers.MASTER):
+                console.print(f"look into the pool: vllm-mooncake-ascend pool stat {pool_options(master)}")
             console.print(f"send requests to {cluster.with_role('proxy')[0].url}/v1 ; Ctrl-C stops everything")
             cluster.watch()
     except ServerFailed as error:
@@ -111,6 +147,14 @@ def launch(
         raise typer.Exit(1) from error
     except KeyboardInterrupt:
         console.print("all servers have been stopped")
+
+
+def _run(cluster: LocalCluster, plan: Plan, console: Console) -> None:
+    """Start all that `plan` asks for."""
+    if plan.pool_segment and not plan.pool_master:
+        plan = plan.with_master(start_master(cluster, console).rpc_address)
+    environment = servers.cpu_environment(os.environ)
+    bring_up(cluster, engine_specs(plan, cpus=frozenset(os.sched_getaffinity(0)), cpu_environment=environment), console)
 
 
 def environment_option(assignments: list[str], option: str) -> dict[str, str]:

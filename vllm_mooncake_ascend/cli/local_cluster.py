@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from vllm_mooncake_ascend.cli import processes
-from vllm_mooncake_ascend.cli.servers import PORT, ServerSpec
+from vllm_mooncake_ascend.cli.servers import MASTER, PORT, RPC_PORT, ServerSpec
 from vllm_mooncake_ascend.errors import MooncakeAscendError
 
 READY_TIMEOUT_S = 600.0
@@ -42,23 +42,37 @@ class Server:
         self._port_tries = 0
         self.start()
 
-    def start(self, *, port: int | None = None) -> None:
-        """Start the process (again), on a free port or on the one given."""
+    def start(self, *, port: int | None = None, rpc_port: int | None = None) -> None:
+        """Start the process (again), on free ports or on those given.
+
+        Raises:
+            ServerFailed: there is no such program.
+        """
         self.port = port or processes.free_port(self._host)
+        self.rpc_port = rpc_port or (processes.free_port(self._host) if RPC_PORT in self.spec.command else None)
         self.ready_after_s = None
         self._started_s = time.monotonic()
-        self.child = processes.start(
-            [str(self.port) if word == PORT else word for word in self.spec.command],
-            environment={**os.environ, **self.spec.environment},
-            log_path=self._log_path,
-            placement=self.spec.placement,
-        )
+        ports = {PORT: str(self.port), RPC_PORT: str(self.rpc_port)}
+        try:
+            self.child = processes.start(
+                [ports.get(word, word) for word in self.spec.command],
+                environment={**os.environ, **self.spec.environment},
+                log_path=self._log_path,
+                placement=self.spec.placement,
+            )
+        except FileNotFoundError as error:
+            raise ServerFailed(f"{self.spec.name} cannot be started: {error}; is Mooncake installed?") from error
 
     @property
     def url(self) -> str:
         """Where the server answers, without a final slash."""
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"http://{host}:{self.port}"
+        return f"http://{self._place(self.port)}"
+
+    @property
+    def rpc_address(self) -> str:
+        """Where clients of the master call it: `host:port`."""
+        assert self.rpc_port is not None, f"{self.spec.name} has one port only"
+        return self._place(self.rpc_port)
 
     def check(self) -> bool:
         """True when the server has become ready; starts it anew when its port was taken from under it.
@@ -68,11 +82,11 @@ class Server:
         """
         code = self.child.exit_code()
         if code is None:
-            if self.ready_after_s is None and _answers(self.url + READY_PATHS.get(self.spec.role, "/health")):
+            if self.ready_after_s is None and self._answers():
                 self.ready_after_s = time.monotonic() - self._started_s
             return self.ready_after_s is not None
         self._port_tries += 1
-        if PORT_TAKEN in self.child.log_tail(60).lower() and self._port_tries < MAX_PORT_TRIES:
+        if self._found_its_port_taken() and self._port_tries < MAX_PORT_TRIES:
             self.child.reap()
             self.start()
             return False
@@ -81,6 +95,20 @@ class Server:
     def seconds(self) -> float:
         """Seconds since the process was started."""
         return time.monotonic() - self._started_s
+
+    def _place(self, port: int) -> str:
+        return f"[{self._host}]:{port}" if ":" in self._host else f"{self._host}:{port}"
+
+    def _answers(self) -> bool:
+        """On all its ports. Mooncake's master is well over HTTP for a moment before it finds its RPC port taken, and ends."""
+        if self.rpc_port is not None and not self.child.listens_on(self.rpc_port):
+            return False
+        return _is_well(self.url + READY_PATHS.get(self.spec.role, "/health"))
+
+    def _found_its_port_taken(self) -> bool:
+        """Mooncake's master says nothing when its RPC port is taken: it just ends (0.3.13.post1)."""
+        is_silent = self.spec.role == MASTER and self.ready_after_s is None
+        return is_silent or PORT_TAKEN in self.child.log_tail(60).lower()
 
     def story(self, what: str) -> str:
         """What happened to this server, with the end of its log."""
@@ -150,7 +178,7 @@ class LocalCluster:
             processes.stop_all([server.child for server in self.servers], grace_s=grace_s)
 
 
-def _answers(url: str) -> bool:
+def _is_well(url: str) -> bool:
     """True when `url` answers with 200 now."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:

@@ -58,6 +58,13 @@ class Child:
             return None
         return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
+    def listens_on(self, port: int) -> bool:
+        """Whether the leader itself accepts TCP connections on this port. Linux only."""
+        listening = _listening_sockets(self.pid, port)
+        with contextlib.suppress(OSError):
+            return any(os.readlink(descriptor) in listening for descriptor in Path(f"/proc/{self.pid}/fd").iterdir())
+        return False
+
     def signal(self, number: int) -> None:
         """Send a signal to the whole group; nothing happens when the leader was already reaped."""
         if self._process.returncode is None:
@@ -149,6 +156,19 @@ def live_group(group_id: int) -> list[int]:
             if int(group) == group_id and state != "Z":
                 pids.append(int(stat.parent.name))
     return sorted(pids)
+
+
+def _listening_sockets(process_id: int, port: int) -> set[str]:
+    """Who listens on this port in the network of a process, as links of descriptors name sockets."""
+    found = set()
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{process_id}/net/{table}").read_text().splitlines()[1:]:
+                # number local-address:port remote-address:port state ... inode, numbers in hex; 0A is LISTEN
+                words = line.split()
+                if words[3] == "0A" and int(words[1].rpartition(":")[2], 16) == port:
+                    found.add(f"socket:[{words[9]}]")
+    return found
 
 
 def free_port(host: str = "127.0.0.1") -> int:

@@ -1,24 +1,39 @@
 """Which servers make a prefill/decode set on one host: their commands, environments and places. Decides, starts nothing.
 
-An engine is vLLM's OpenAI server with our connector; the proxy is our own command. The port appears in a command as the
-word `PORT`, because it is chosen when the server is started, and anew when somebody else took it.
+An engine is vLLM's OpenAI server with our connector; the proxy is our own command; the master of a prefix pool is Mooncake's.
+The port appears in a command as the word `PORT`, because it is chosen when the server is started, and anew when somebody else
+took it. The master has a second one, `RPC_PORT`, for its clients.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 
+from vllm_mooncake_ascend import limits
 from vllm_mooncake_ascend.cli import versions
 from vllm_mooncake_ascend.cli.processes import Placement
 
 PORT = "{port}"
-CONNECTOR = "MooncakeConnectorV1"
+RPC_PORT = "{rpc port}"
 CONNECTOR_PACKAGE = "vllm_mooncake_ascend"
 KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
+"""Of the engines the proxy sends requests to."""
+POOL = "pool"
+"""An engine by itself that shares prefixes with others through a pool."""
+CONNECTORS = {
+    "prefill": ("MooncakeConnectorV1", "kv_producer"),
+    "decode": ("MooncakeConnectorV1", "kv_consumer"),
+    POOL: ("MooncakeStoreConnectorV1", "kv_both"),
+}
+"""Role of an engine -> its connector and what vLLM calls the role."""
+MASTER = "master"
 
 CORES_PER_ENGINE = 4
 """With at least this many cores for each engine nobody needs to be kept off anybody's core."""
@@ -31,9 +46,9 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     """Unique in its set; also the name of its log file."""
     role: str
-    """prefill, decode, reference or proxy."""
+    """prefill, decode, pool, reference, proxy or master."""
     command: tuple[str, ...]
-    """With the word `PORT` where the port goes."""
+    """With the word `PORT` where the port goes that answers over HTTP, and `RPC_PORT` for another one."""
     environment: dict[str, str] = {}
     """Added to the environment that we run in."""
     placement: Placement = Placement()
@@ -51,11 +66,12 @@ def serving_command(model: str, arguments: Sequence[str]) -> tuple[str, ...]:
 
 
 def transfer_config(role: str, extra: Mapping[str, object] | None = None) -> str:
-    """vLLM's `--kv-transfer-config` for a prefill or decode engine with our connector."""
+    """vLLM's `--kv-transfer-config` for an engine with one of our connectors."""
+    connector, kv_role = CONNECTORS[role]
     config: dict[str, object] = {
-        "kv_connector": CONNECTOR,
+        "kv_connector": connector,
         "kv_connector_module_path": CONNECTOR_PACKAGE,
-        "kv_role": KV_ROLES[role],
+        "kv_role": kv_role,
     }
     if extra:
         config["kv_connector_extra_config"] = dict(extra)
@@ -70,10 +86,11 @@ def engine(
     arguments: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
     placement: Placement | None = None,
+    extra: Mapping[str, object] | None = None,
     host: str = "127.0.0.1",
 ) -> ServerSpec:
-    """A vLLM server; with our connector when its role is prefill or decode, plain for any other role."""
-    connector = ("--kv-transfer-config", transfer_config(role)) if role in KV_ROLES else ()
+    """A vLLM server; with our connector, and its settings `extra`, for a role of `CONNECTORS`, plain for any other role."""
+    connector = ("--kv-transfer-config", transfer_config(role, extra)) if role in CONNECTORS else ()
     return ServerSpec(
         name=name,
         role=role,
@@ -91,6 +108,34 @@ def proxy(
     upstreams += [word for url in decode_urls for word in ("--decode", url)]
     command = (sys.executable, "-m", "vllm_mooncake_ascend.cli.main", "proxy", "--host", host, "--port", PORT)
     return ServerSpec(name="proxy", role="proxy", command=(*command, *upstreams, *arguments))
+
+
+def master(
+    *, host: str = "127.0.0.1", object_lease_s: float = limits.OBJECT_LEASE_S, arguments: Sequence[str] = ()
+) -> ServerSpec:
+    """The master of a prefix pool: where everything is, never the bytes. It answers over HTTP on its metrics port."""
+    command = (
+        *(_master_program(), "--rpc_address", host, "--rpc_port", RPC_PORT, "--metrics_host", host, "--metrics_port", PORT),
+        *("--default_kv_lease_ttl", f"{object_lease_s * 1e3:.0f}", "--client_ttl", f"{limits.MASTER_CLIENT_TTL_S:.0f}"),
+        "--enable_metric_reporting=false",
+    )
+    return ServerSpec(name=MASTER, role=MASTER, command=(*command, *arguments))
+
+
+def _master_program() -> str:
+    """Mooncake's command, beside this Python or on the PATH."""
+    places = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
+    return shutil.which("mooncake_master", path=places) or "mooncake_master"
+
+
+def pool_settings(role: str, master_address: str, segment_size: str) -> dict[str, object]:
+    """`kv_connector_extra_config` for an engine of this role that takes part in a pool.
+
+    Args:
+        segment_size: memory that each worker lends to the pool, with its unit.
+    """
+    settings: dict[str, object] = {"master": master_address, "segment_size": segment_size}
+    return settings if role == POOL else {"prefix_pooling": True, **settings}
 
 
 def cpu_environment(environ: Mapping[str, str], *, kv_cache_gib: int = 2) -> dict[str, str]:

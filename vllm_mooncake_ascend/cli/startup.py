@@ -28,7 +28,7 @@ class _Lines:
     def __init__(self, console: Console, cluster: LocalCluster) -> None:
         self._console = console
         self._cluster = cluster
-        self._told: set[str] = set()
+        self._told = {server.spec.name for server in cluster.servers if server.ready_after_s is not None}
 
     def show(self) -> None:
         for server in self._cluster.servers:

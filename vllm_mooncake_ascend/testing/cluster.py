@@ -73,9 +73,9 @@ def kill(server: Server) -> None:
 
 
 def restart(server: Server) -> None:
-    """End the server if it still runs and start it again on the port it had; wait with `LocalCluster.wait_ready`."""
+    """End the server if it still runs and start it again on the ports it had; wait with `LocalCluster.wait_ready`."""
     stop_all([server.child])
-    server.start(port=server.port)
+    server.start(port=server.port, rpc_port=server.rpc_port)
 
 
 def metrics(server: Server) -> dict[str, float]:

@@ -1,81 +1,65 @@
-"""A mooncake_master of a test, on loopback, on ports nobody else has."""
+"""A mooncake_master of a test, on loopback, on ports nobody else has: the one that `launch` starts, and ways to harm it."""
 
 from __future__ import annotations
 
 import os
 import signal
-import socket
-import subprocess
-import sys
+import tempfile
 import time
 from pathlib import Path
 
 from vllm_mooncake_ascend import limits
-from vllm_mooncake_ascend.cli.processes import free_port
+from vllm_mooncake_ascend.cli import servers
+from vllm_mooncake_ascend.cli.local_cluster import Server
+from vllm_mooncake_ascend.testing import cluster
 
 _HOST = "127.0.0.1"
 _START_S = 30.0
 _POLL_S = 0.02
 
 
-def master_command(*, rpc_port: int, metrics_port: int, host: str, object_lease_ms: int) -> list[str]:
-    """How to start the installed master. Its `client_ttl` is ours: with Mooncake's own a busy CPU loses live owners."""
-    return [
-        str(Path(sys.executable).with_name("mooncake_master")),
-        f"--rpc_address={host}",
-        f"--rpc_port={rpc_port}",
-        f"--metrics_host={host}",
-        f"--metrics_port={metrics_port}",
-        f"--default_kv_lease_ttl={object_lease_ms}",
-        f"--client_ttl={limits.MASTER_CLIENT_TTL_S:.0f}",
-        "--enable_metric_reporting=false",
-    ]
-
-
 class PoolMaster:
     """Runs from the constructor to `end`, with interruptions."""
 
     def __init__(self, *, object_lease_s: float = limits.OBJECT_LEASE_S) -> None:
-        self._command = master_command(
-            rpc_port=free_port(_HOST),
-            metrics_port=free_port(_HOST),
-            host=_HOST,
-            object_lease_ms=round(object_lease_s * 1_000),
-        )
-        self._port = int(self._command[2].partition("=")[2])
-        self.start()
+        self._folder = tempfile.TemporaryDirectory(prefix="pool-master-")
+        log_path = Path(self._folder.name) / "master.log"
+        self._server = Server(servers.master(host=_HOST, object_lease_s=object_lease_s), host=_HOST, log_path=log_path)
+        self._wait_ready()
 
     @property
     def address(self) -> str:
-        return f"{_HOST}:{self._port}"
+        """Where clients call it."""
+        return self._server.rpc_address
+
+    @property
+    def url(self) -> str:
+        """Where it answers over HTTP."""
+        return self._server.url
 
     def start(self) -> None:
         """At the same address as before; returns when it accepts calls."""
-        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        deadline_s = time.monotonic() + _START_S
-        while not self._accepts():
-            assert self._process.poll() is None, "the master ended while it started"
-            assert time.monotonic() < deadline_s, "the master does not accept calls"
-            time.sleep(_POLL_S)
+        cluster.restart(self._server)
+        self._wait_ready()
 
     def stop(self) -> None:
         """Returns when it is stopped with all its threads."""
-        self._process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED)
+        self._server.child.signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self._server.child.pid, os.WSTOPPED)
 
     def resume(self) -> None:
-        self._process.send_signal(signal.SIGCONT)
+        self._server.child.signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
+        cluster.kill(self._server)
 
     def end(self) -> None:
+        """Kill it, and forget its log."""
         self.kill()
+        self._folder.cleanup()
 
-    def _accepts(self) -> bool:
-        try:
-            socket.create_connection((_HOST, self._port), timeout=1.0).close()
-        except OSError:
-            return False
-        return True
+    def _wait_ready(self) -> None:
+        deadline_s = time.monotonic() + _START_S
+        while not self._server.check():
+            assert time.monotonic() < deadline_s, self._server.story("does not accept calls")
+            time.sleep(_POLL_S)
