@@ -114,6 +114,15 @@ PARAMS_MAX_AGE_S = 600.0
 OBJECT_LEASE_S = 30.0
 """`default_kv_lease_ttl` of the master we start: what a lookup or get has found is neither evicted nor removed this long.
 Mooncake's own default of 10 s was seen to pass under CPU pressure."""
+SEGMENT_BYTES = 1 << 30
+"""Memory each worker lends to the pool unless told otherwise: what vllm-ascend lends. vLLM lends 4 GiB, which four workers on
+one small machine do not have."""
+SEGMENT_MIN_BYTES = 16 << 20
+"""Mooncake's allocator takes no less (`client_buffer_allocation.cpp`, 0.3.13.post1)."""
+SEGMENT_MAX_BYTES = 16 << 40
+"""More is a slip of the unit."""
+MAX_REPLICAS = 16
+"""Copies of one object that may be asked for."""
 LOOKUP_WAIT_S = 0.005
 """How long a request may be held back for its lookup; then it counts as a miss. A lookup of 1,000 keys takes 1.5 ms."""
 LOOKUP_OVERDUE_S = 1.0
@@ -222,5 +231,6 @@ assert EMPTY_STEP_WAIT_S <= 0.005
 assert PROBE_INTERVAL_S + PROBE_ANSWER_S < COOL_DOWN_S, "a probe must find an instance broken before it is trusted again"
 assert LOAD_WAIT_S < OBJECT_LEASE_S / 2, "what a lookup found must outlive the load"
 assert LOOKUP_WAIT_S < LOOKUP_OVERDUE_S
+assert SEGMENT_MIN_BYTES <= SEGMENT_BYTES <= SEGMENT_MAX_BYTES
 assert FENCE_RETRY_MIN_S <= FENCE_RETRY_MAX_S < RANK_ANSWER_S
 assert FULL_RETRY_S < FULL_PAUSE_MIN_S <= FULL_PAUSE_MAX_S

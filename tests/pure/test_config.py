@@ -47,6 +47,7 @@ def test_no_setting_gives_the_defaults() -> None:
         empty_step_wait_s=0.005,
         tame_queue_spin=True,
         is_strict=False,
+        pool=None,
     )
     assert expected == parse()
 
@@ -98,7 +99,8 @@ def test_the_address_is_the_most_specific_one_given(extra: dict[str, object], en
         ({"transfer_host": "::"}, "transfer_host='::' must be an IP address or host name"),
         ({"transfer_mode": "push"}, "transfer_mode='push' must be 'after_prefill' or 'stream'"),
         ({"transfer_mode": "stream"}, "transfer_mode='stream' is not built yet; use 'after_prefill'"),
-        ({"prefix_pooling": True}, "prefix_pooling=true: the prefix pool is not built yet"),
+        ({"prefix_pooling": True}, "the prefix pool needs the address of a mooncake_master"),
+        ({"master_address": "10.0.0.7:50051"}, "master_address is a setting of the prefix pool; set prefix_pooling=true, too"),
         ({"prefix_pooling": "yes"}, "prefix_pooling='yes' must be true or false"),
         ({"protocol": "udp"}, "protocol='udp' must be 'tcp' or 'rdma' or 'ascend'"),
         ({"device_name": 0}, "device_name=0 must be a text"),
@@ -120,7 +122,7 @@ def test_a_wrong_setting_is_refused_with_key_value_range_and_remedy(extra: dict[
 _junk = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20) | st.lists(st.text(max_size=5))
 
 
-@given(st.dictionaries(st.sampled_from([key.name for key in keys.KEYS]), _junk, max_size=3))
+@given(st.dictionaries(st.sampled_from([key.name for key in (*keys.SHARED_KEYS, *keys.P2P_KEYS)]), _junk, max_size=3))
 def test_any_values_give_a_config_or_a_config_error(extra: dict[str, object]) -> None:
     """Goal: no setting raises anything else. Method: values of every JSON type under every key."""
     try:

@@ -1,4 +1,7 @@
-"""Every key of `kv_connector_extra_config`, as data: parsing, error messages and documentation all come from here."""
+"""Keys of `kv_connector_extra_config`, as data: parsing, error messages and documentation all come from here.
+
+Those of the prefix pool stand in `pool_keys`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,9 @@ from vllm_mooncake_ascend import limits
 
 Value = Union[str, int, float, bool, tuple[str, ...]]
 
-Kind = Literal["choice", "text", "seconds", "milliseconds", "ratio", "integer", "flag", "host", "hosts"]
+Kind = Literal[
+    "choice", "text", "seconds", "milliseconds", "ratio", "integer", "flag", "host", "hosts", "address", "segments", "size"
+]
 
 READ_WAIT_MOST_S = 100.0
 assert READ_WAIT_MOST_S + limits.ENGINE_CALL_S + limits.PEER_ANSWER_S < limits.VERDICT_MEMORY_S, "see limits.py"
@@ -35,17 +40,12 @@ class Borrowed(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     stands_for: str = ""
     """Our key with the same meaning; empty: the value is ignored, with a warning."""
+    quiet: tuple[Value, ...] = ()
+    """Values that ask for what happens anyway: neither taken nor warned about."""
     remark: str
 
 
-KEYS = (
-    Key(
-        name="transfer_mode",
-        kind="choice",
-        default="after_prefill",
-        choices=("after_prefill", "stream"),
-        meaning='When decode reads: once, after prefill has ended. `"stream"` (read while prefill computes) is not built yet.',
-    ),
+SHARED_KEYS = (
     Key(
         name="load_failure_policy",
         kind="choice",
@@ -69,8 +69,33 @@ KEYS = (
     Key(
         name="transfer_host",
         kind="host",
-        default_text="`side_channel_host`",
+        default_text="`side_channel_host`, else `VLLM_HOST_IP`, else the host's primary address",
         meaning="Address under which peers reach this engine's KV memory.",
+    ),
+    Key(
+        name="empty_step_wait_ms",
+        kind="milliseconds",
+        default=limits.EMPTY_STEP_WAIT_S * 1e3,
+        lowest=0,
+        highest=50,
+        meaning="Longest sleep of an engine that only waits for KV; 0: spin as vLLM does.",
+    ),
+    Key(
+        name="tame_queue_spin",
+        kind="flag",
+        default_text="true on cpu, else false",
+        meaning="Shorten the busy loop of vLLM's queues between its processes, which burns a core while KV is awaited.",
+    ),
+)
+"""Of both connectors."""
+
+P2P_KEYS = (
+    Key(
+        name="transfer_mode",
+        kind="choice",
+        default="after_prefill",
+        choices=("after_prefill", "stream"),
+        meaning='When decode reads: once, after prefill has ended. `"stream"` (read while prefill computes) is not built yet.',
     ),
     Key(
         name="side_channel_host",
@@ -156,55 +181,29 @@ KEYS = (
         meaning="Fewer missing tokens than this are computed by decode itself.",
     ),
     Key(
-        name="empty_step_wait_ms",
-        kind="milliseconds",
-        default=limits.EMPTY_STEP_WAIT_S * 1e3,
-        lowest=0,
-        highest=50,
-        meaning="Longest sleep of an engine that only waits for KV; 0: spin as vLLM does.",
-    ),
-    Key(
-        name="tame_queue_spin",
-        kind="flag",
-        default_text="true on cpu, else false",
-        meaning="Shorten the busy loop of vLLM's queues between its processes, which burns a core while KV is awaited.",
-    ),
-    Key(
         name="prefix_pooling",
         kind="flag",
         default=False,
-        meaning="Also share prefix blocks through Mooncake Store. Not built yet.",
+        meaning="Also share prefix blocks through Mooncake Store; the keys of the prefix pool count then.",
     ),
 )
+"""Of MooncakeConnectorV1 alone."""
 
 _EXCHANGED = "engines exchange it in their handshake"
 _ONE_THREAD = "one thread per worker transfers, which measured fastest"
-_OF_THE_POOL = "it belongs to the prefix pool, which is not built yet"
 
-BORROWED_KEYS = (
+SHARED_BORROWED_KEYS = (
     Borrowed(name="mooncake_protocol", stands_for="protocol", remark="vLLM MooncakeConnector"),
+    Borrowed(name="use_ascend_direct", quiet=(True,), remark="protocol `ascend` always is Ascend Direct Transport"),
+    Borrowed(name="ascend_local_comm_res_path", remark="set ASCEND_LOCAL_COMM_RES in the environment"),
+)
+
+P2P_BORROWED_KEYS = (
     Borrowed(name="num_workers", remark=_ONE_THREAD),
     Borrowed(name="bootstrap_server_address", remark="each prefill engine tells its own address with the request"),
     Borrowed(name="prefill", remark=_EXCHANGED),
     Borrowed(name="decode", remark=_EXCHANGED),
-    Borrowed(name="use_ascend_direct", remark="protocol `ascend` always is Ascend Direct Transport"),
-    Borrowed(name="ascend_local_comm_res_path", remark="set ASCEND_LOCAL_COMM_RES in the environment"),
     Borrowed(name="tls_config", remark="set cluster_secret to encrypt the side channel"),
-    *(
-        Borrowed(name=name, remark=_OF_THE_POOL)
-        for name in (
-            "backend",
-            "lookup_rpc_port",
-            "mooncake_rpc_port",
-            "load_async",
-            "use_layerwise",
-            "consumer_is_to_put",
-            "consumer_is_to_load",
-            "save_decode_cache",
-            "discard_partial_chunks",
-            "register_buffer",
-        )
-    ),
 )
 """Keys of vLLM's in-tree Mooncake connectors and of vllm-ascend's. Source: vLLM 0.32 mooncake_connector.py, vllm-ascend
 main (docs and code), both read in 2026."""

@@ -7,11 +7,27 @@ from typing import Any
 
 import msgspec
 
-from vllm_mooncake_ascend.config import keys, reading
+from vllm_mooncake_ascend.config import keys, pool_keys, reading
+from vllm_mooncake_ascend.config.keys import Borrowed
+from vllm_mooncake_ascend.config.pool import PoolConfig, build_pool
 from vllm_mooncake_ascend.config.reading import Vocabulary
 from vllm_mooncake_ascend.errors import ConfigError
 
-_VOCABULARY = Vocabulary(keys=keys.KEYS, borrowed=keys.BORROWED_KEYS)
+_KEYS = (*keys.SHARED_KEYS, *keys.P2P_KEYS)
+_BORROWED = (*keys.SHARED_BORROWED_KEYS, *keys.P2P_BORROWED_KEYS)
+_OF_THE_POOL = "is a setting of the prefix pool; set prefix_pooling=true, too, or leave it out"
+_VOCABULARY = Vocabulary(
+    keys=_KEYS,
+    borrowed=(
+        *_BORROWED,
+        *(
+            Borrowed(name=entry.name, quiet=entry.quiet, remark="it is about the prefix pool, and prefix_pooling is not set")
+            for entry in pool_keys.POOL_BORROWED_KEYS
+        ),
+    ),
+    elsewhere={key.name: _OF_THE_POOL for key in pool_keys.POOL_KEYS},
+)
+_VOCABULARY_WITH_POOL = Vocabulary(keys=(*_KEYS, *pool_keys.POOL_KEYS), borrowed=(*_BORROWED, *pool_keys.POOL_BORROWED_KEYS))
 _SECRET_MIN_CHARS = 16
 _ASCEND_PORTS = range(20_000, 36_000)
 
@@ -38,6 +54,8 @@ class P2PConfig(msgspec.Struct, frozen=True, kw_only=True):
     tame_queue_spin: bool
     is_strict: bool
     """A broken invariant ends the engine instead of one transfer: for tests."""
+    pool: PoolConfig | None
+    """With `prefix_pooling`."""
 
     def __repr__(self) -> str:
         """All settings but the secret, so that no log can hold it."""
@@ -61,18 +79,20 @@ def parse_p2p(
         environ: the environment variables.
         device_type: vLLM's name of the device: cpu, npu or cuda.
         default_host: address of this host where nothing sets one.
-        read_text: reads the file `cluster_secret_file` names; without it that key is refused.
+        read_text: reads the file that `cluster_secret_file` names, and `mooncake.json`; without it they are refused.
 
     Raises:
         ConfigError: names the key, its value, its range and the remedy.
     """
     warnings: list[str] = []
-    given = reading.read_options(extra_config, _VOCABULARY, warnings)
+    has_pool = extra_config.get("prefix_pooling") is True
+    given = reading.read_options(extra_config, _VOCABULARY_WITH_POOL if has_pool else _VOCABULARY, warnings)
     reading.read_variables(environ, _VOCABULARY, keys.BORROWED_VARIABLES, warnings, given)
-    values = reading.with_defaults(keys.KEYS, given)
+    values = reading.with_defaults(_KEYS, given)
     if "lease_ttl_s" not in given:
         values["lease_ttl_s"] = min(values["lease_ttl_s"], values["lease_max_s"])
-    _refuse_what_is_not_built(values)
+    if values["transfer_mode"] == "stream":
+        raise ConfigError("transfer_mode='stream' is not built yet; use 'after_prefill' (or leave it out)")
     _check_times(values)
     host = values["side_channel_host"] or reading.own_host(environ, default_host, key_name="side_channel_host")
     if device_type == "npu" and values["side_channel_port"] in _ASCEND_PORTS:
@@ -80,13 +100,21 @@ def parse_p2p(
             f"side_channel_port={values['side_channel_port']} lies in {_ASCEND_PORTS.start} to {_ASCEND_PORTS.stop - 1}, "
             "from which Ascend's transport takes ports at random; choose another, or 0"
         )
+    derived = reading.engine_values(values, environ, device_type)
+    pool = None
+    if has_pool:
+        pool = build_pool(
+            given, environ, device_type=device_type, own_host=lambda: host, read_text=read_text, warnings=warnings
+        )
+        _check_protocols(derived["protocol"], pool.protocol)
     config = P2PConfig(
         **{
             **{name: values[name] for name in P2PConfig.__struct_fields__ if name in values},
-            **reading.engine_values(values, environ, device_type),
+            **derived,
             "transfer_host": values["transfer_host"] or host,
             "side_channel_host": host,
             "secret": _secret(values, environ, read_text, warnings),
+            "pool": pool,
         }
     )
     return config, tuple(warnings)
@@ -95,18 +123,20 @@ def parse_p2p(
 # --- relations ----------------------------------------------------------------------------------------------------------
 
 
-def _refuse_what_is_not_built(values: dict[str, Any]) -> None:
-    if values["transfer_mode"] == "stream":
-        raise ConfigError("transfer_mode='stream' is not built yet; use 'after_prefill' (or leave it out)")
-    if values["prefix_pooling"]:
-        raise ConfigError("prefix_pooling=true: the prefix pool is not built yet; leave it out")
-
-
 def _check_times(values: dict[str, Any]) -> None:
     if values["lease_max_s"] < values["lease_ttl_s"]:
         raise ConfigError(
             f"lease_max_s={values['lease_max_s']:g} must not be below lease_ttl_s={values['lease_ttl_s']:g}: "
             "no lease could last its time; raise lease_max_s or lower lease_ttl_s"
+        )
+
+
+def _check_protocols(of_transfers: str, of_pool: str) -> None:
+    """One process has one Mooncake, which is told its transport once."""
+    if of_transfers != of_pool:
+        raise ConfigError(
+            f"transfers use protocol {of_transfers!r}, but mooncake.json says {of_pool!r} for the pool, and one process has "
+            f"one transport; set protocol in {reading.EXTRA_CONFIG} for both, or correct mooncake.json"
         )
 
 

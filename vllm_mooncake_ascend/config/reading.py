@@ -10,6 +10,7 @@ import difflib
 import ipaddress
 import re
 from collections.abc import Callable, Iterable, Mapping
+from fractions import Fraction
 from typing import Any
 
 import msgspec
@@ -22,6 +23,9 @@ EXTRA_CONFIG = "kv_connector_extra_config"
 
 _PROTOCOLS = {"cpu": "tcp", "npu": "ascend", "cuda": "rdma"}
 _HOST_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
+_PORT = re.compile(r"[0-9]{1,5}")
+_SCHEMES = ("etcd://", "redis://", "k8s://")
+_SIZE = re.compile(r"(?P<number>[0-9]{1,18}(\.[0-9]{1,9})?)\s*(?P<unit>[kmgt]?)(i?b)?", re.IGNORECASE | re.ASCII)
 _REACHABLE = "an IP address or host name that peers can connect to"
 
 
@@ -63,6 +67,8 @@ def _lender(
     entry: Borrowed, value: object, extra_config: Mapping[str, object], by_name: Mapping[str, Key], warnings: list[str]
 ) -> Key | None:
     """The key a borrowed one stands for, if its value counts."""
+    if value in entry.quiet:
+        return None
     if not entry.stands_for:
         warnings.append(f"{entry.name} is ignored: {entry.remark}")
     elif entry.stands_for in extra_config:
@@ -129,36 +135,23 @@ def read(key: Key, value: object, *, name: str = "", where: str = EXTRA_CONFIG) 
     found = _parse(key, value)
     if found is None:
         shown = "(not shown)" if key.name == "cluster_secret" else repr(value)
-        remedy = f" (leave it out for {key.default!r})" if key.default is not None else ""
+        default = size(key.default) if key.kind == "size" and isinstance(key.default, int) else repr(key.default)
+        remedy = f" (leave it out for {default})" if key.default is not None else ""
         raise ConfigError(f"{where}: {name or key.name}={shown} must be {expected(key)}{remedy}")
     return found
 
 
 def is_blank(key: Key, value: object) -> bool:
     """An empty text where an address is asked for: a template that nobody filled in, as good as left out."""
-    return key.kind == "host" and value == ""
+    return key.kind in ("host", "address") and value == ""
 
 
 def expected(key: Key) -> str:
     """What a value of this key must be, in words."""
-    bounds = f"{figure(key.lowest)} to {figure(key.highest)}"
-    match key.kind:
-        case "choice":
-            return " or ".join(map(repr, key.choices))
-        case "text":
-            return "a text"
-        case "flag":
-            return "true or false"
-        case "integer":
-            return f"a whole number of {bounds}"
-        case "seconds" | "milliseconds":
-            return f"a number of {key.kind}, {bounds}"
-        case "ratio":
-            return f"a share, {bounds}"
-        case "host":
-            return _REACHABLE
-        case "hosts":
-            return "a list of addresses (10.0.0.7), networks (10.0.0.0/8) and host names"
+    write = size if key.kind == "size" else figure
+    return _KINDS[key.kind][1].format(
+        choices=" or ".join(map(repr, key.choices)), lowest=write(key.lowest), highest=write(key.highest), kind=key.kind
+    )
 
 
 def figure(number: float) -> str:
@@ -166,9 +159,17 @@ def figure(number: float) -> str:
     return str(int(number)) if number == int(number) else str(number)
 
 
+def size(num_bytes: float) -> str:
+    """A number of bytes as people write it."""
+    for unit, factor in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= factor and num_bytes % factor == 0:
+            return f"{int(num_bytes) // factor} {unit}"
+    return f"{int(num_bytes)} bytes"
+
+
 def _parse(key: Key, value: object) -> Value | None:
     """None: not a value of this key."""
-    return _PARSERS[key.kind](key, value)
+    return _KINDS[key.kind][0](key, value)
 
 
 def _choice(key: Key, value: object) -> str | None:
@@ -204,17 +205,61 @@ def _hosts(_key: Key, value: object) -> tuple[str, ...] | None:
     return entries
 
 
-_PARSERS: Mapping[Kind, Callable[[Key, object], Value | None]] = {
-    "choice": _choice,
-    "text": _text,
-    "flag": _flag,
-    "integer": _integer,
-    "seconds": _number,
-    "milliseconds": _number,
-    "ratio": _number,
-    "host": _host,
-    "hosts": _hosts,
+def _address(_key: Key, value: object) -> str | None:
+    if not isinstance(value, str):
+        return None
+    text = value.strip()
+    scheme, separator, rest = text.partition("://")
+    is_usable = scheme + separator in _SCHEMES and bool(rest) if separator else _is_host_and_port(text)
+    return text if is_usable else None
+
+
+def _segments(_key: Key, value: object) -> tuple[str, ...] | None:
+    entries = _texts(value)
+    return entries if entries is not None and all(map(_is_host_and_port, entries)) else None
+
+
+def _size(key: Key, value: object) -> int | None:
+    num_bytes = _bytes(value)
+    if num_bytes is None or (num_bytes != 0 and not key.lowest <= num_bytes <= key.highest):
+        return None
+    return num_bytes
+
+
+def _bytes(value: object) -> int | None:
+    """Units are of 1024, with and without the i: so Mooncake, vLLM and vllm-ascend read them."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match is None:
+        return None
+    return int(Fraction(match["number"]) * 1024 ** " kmgt".index(match["unit"].lower() or " "))
+
+
+def _is_host_and_port(text: str) -> bool:
+    host, _, port = text.rpartition(":")
+    if host.startswith("["):
+        host = host[1:-1] if host.endswith("]") else ""
+    elif ":" in host:
+        return False
+    return is_reachable(host) and _PORT.fullmatch(port) is not None and 1 <= int(port) <= 65_535
+
+
+_KINDS: Mapping[Kind, tuple[Callable[[Key, object], Value | None], str]] = {
+    "choice": (_choice, "{choices}"),
+    "text": (_text, "a text"),
+    "flag": (_flag, "true or false"),
+    "integer": (_integer, "a whole number of {lowest} to {highest}"),
+    "seconds": (_number, "a number of {kind}, {lowest} to {highest}"),
+    "milliseconds": (_number, "a number of {kind}, {lowest} to {highest}"),
+    "ratio": (_number, "a share, {lowest} to {highest}"),
+    "size": (_size, "0, or a size of {lowest} to {highest}: bytes, or a text such as '4GB' (units are of 1024)"),
+    "host": (_host, _REACHABLE),
+    "hosts": (_hosts, "a list of addresses (10.0.0.7), networks (10.0.0.0/8) and host names"),
+    "address": (_address, f"host:port (10.0.0.7:50051), or an address that begins with {', '.join(_SCHEMES)}"),
+    "segments": (_segments, "a list of segments as Mooncake names them, host:port"),
 }
+"""How a kind is read, and what it is called in messages."""
 
 
 def _from_text(key: Key, text: str) -> object:
