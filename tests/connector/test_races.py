@@ -90,7 +90,7 @@ def test_a_shared_prefix_fills_the_bound_once(make_engine: Make) -> None:
 
 def test_a_producer_met_again_between_two_steps_stays_known() -> None:
     """Goal: a forgotten and rediscovered peer is readable for ever after. Method: both within what one step carries."""
-    from vllm_mooncake_ascend.connectors.scheduler_side import _worker_step
+    from vllm_mooncake_ascend.connectors.p2p_scheduler_side import _worker_step
     from vllm_mooncake_ascend.p2p import actions
     from vllm_mooncake_ascend.types import Incarnation
     from vllm_mooncake_ascend.wire.steps import PeerRanks

@@ -25,7 +25,7 @@ def test_an_ordinary_engine_is_not_refused(make_engine: Make) -> None:
     """Goal: no false alarm. Method: the configuration of an engine that runs."""
     engine = make_engine("kv_both")
 
-    support.refuse_unsupported(engine.config, engine.cache_config)
+    support.refuse_unsupported("MooncakeConnectorV1", engine.config, engine.cache_config)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_what_cannot_be_served_is_refused_by_name(make_engine: Make, part: str, 
     setattr(getattr(engine.config, part), name, value)
 
     with pytest.raises(ConfigError, match=words):
-        support.refuse_unsupported(engine.config, engine.cache_config)
+        support.refuse_unsupported("MooncakeConnectorV1", engine.config, engine.cache_config)
 
 
 def test_speculative_decoding_is_refused_by_name(make_engine: Make) -> None:
@@ -52,7 +52,7 @@ def test_speculative_decoding_is_refused_by_name(make_engine: Make) -> None:
     engine.config.speculative_config = object()
 
     with pytest.raises(ConfigError, match="speculative decoding"):
-        support.refuse_unsupported(engine.config, engine.cache_config)
+        support.refuse_unsupported("MooncakeConnectorV1", engine.config, engine.cache_config)
 
 
 def test_several_cache_groups_are_refused_with_the_way_round(make_engine: Make) -> None:
@@ -71,7 +71,7 @@ def test_several_cache_groups_are_refused_with_the_way_round(make_engine: Make) 
     cache_config = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
 
     with pytest.raises(ConfigError, match=r"several KV cache groups.*--disable-hybrid-kv-cache-manager"):
-        support.refuse_unsupported(engine.config, cache_config)
+        support.refuse_unsupported("MooncakeConnectorV1", engine.config, cache_config)
 
 
 def test_the_plugin_registers_once_and_over_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from vllm_mooncake_ascend.metrics import prometheus
 from vllm_mooncake_ascend.metrics import stats as values
 
 
-class P2PConnectorStats(KVConnectorStats):
+class ConnectorStats(KVConnectorStats):
     """What happened since the last step; mergeable over ranks and time. `data` holds plain values only."""
 
     data: dict[str, Any]
@@ -29,7 +29,7 @@ class P2PConnectorStats(KVConnectorStats):
         return not self.data
 
 
-class P2PPromMetrics(KVConnectorPromMetrics):
+class PromMetrics(KVConnectorPromMetrics):
     """The metrics of `metrics.names`, one child per engine of this API server."""
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any) -> None:

@@ -8,7 +8,7 @@ from vllm_mooncake_ascend.connectors import kv_cache
 from vllm_mooncake_ascend.errors import ConfigError
 
 
-def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
+def refuse_unsupported(connector: str, vllm_config: Any, kv_cache_config: Any) -> None:
     """Raise for everything this version cannot move correctly.
 
     Raises:
@@ -16,7 +16,7 @@ def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
     """
     found = [*_unsupported_settings(vllm_config), *_unsupported_caches(kv_cache_config)]
     if found:
-        raise ConfigError("MooncakeConnectorV1 cannot serve this engine: " + "; ".join(found))
+        raise ConfigError(f"{connector} cannot serve this engine: " + "; ".join(found))
 
 
 def _unsupported_settings(vllm_config: Any) -> list[str]:

@@ -18,13 +18,11 @@ prefix is recomputed into the very blocks a late byte may still reach, and a mod
 failure route at all."""
 
 
-def p2p_hit_source() -> Any:
-    """vLLM's label for tokens that came from another engine (0.32+), None where there are no labels."""
-    try:
-        from vllm.v1.metrics.cache_hit_source import CacheHitSource
-    except ImportError:
-        return None
-    return CacheHitSource.P2P
+def hit_source(name: str) -> Any:
+    """vLLM's label of where loaded tokens came from, by its name (0.32+; nobody asks before)."""
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    return CacheHitSource[name]
 
 
 def transfer_results(received: set[str], failed: set[str]) -> Any:
@@ -84,11 +82,3 @@ def spin_conditions() -> list[Any]:
     # By type, never by isinstance: that asks every object of the process for its __class__, and lazy modules load for it.
     conditions = [found for found in gc.get_objects() if issubclass(type(found), SpinCondition)]
     return [found for found in conditions if getattr(found, "is_reader", False) and hasattr(found, "busy_loop_s")]
-
-
-def with_hit_source(connector_class: type) -> type:
-    """Label the connector's external hits as peer-to-peer where vLLM knows labels (0.32+)."""
-    source = p2p_hit_source()
-    if source is not None:
-        connector_class._cache_hit_source = source  # type: ignore[attr-defined]
-    return connector_class

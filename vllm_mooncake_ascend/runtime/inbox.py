@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import collections
 import threading
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 Value = TypeVar("Value")
 
 
 class Inbox(Generic[Value]):
-    """At most `capacity` values."""
+    """At most `capacity` values. `wake` is called by whoever puts, after each value."""
 
-    def __init__(self, *, capacity: int) -> None:
+    def __init__(self, *, capacity: int, wake: Callable[[], None] = lambda: None) -> None:
         assert capacity >= 2
         self._capacity = capacity
+        self._wake = wake
         self._values: collections.deque[Value] = collections.deque()
         self._lock = threading.Lock()
         self._filled = threading.Event()
@@ -31,7 +33,8 @@ class Inbox(Generic[Value]):
                 return False
             self._values.append(value)
             self._filled.set()
-            return True
+        self._wake()
+        return True
 
     def drain(self) -> list[Value]:
         """Take all values, in the order they were put."""
@@ -46,6 +49,11 @@ class Inbox(Generic[Value]):
     def wait(self, timeout_s: float | None) -> bool:
         """Whether `drain` would return something: now, or within `timeout_s` (None: however long it takes)."""
         return self._filled.wait(timeout_s)
+
+    @property
+    def has_values(self) -> bool:
+        """`drain` would return something."""
+        return self._filled.is_set()
 
     @property
     def is_crowded(self) -> bool:

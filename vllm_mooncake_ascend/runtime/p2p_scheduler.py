@@ -14,7 +14,7 @@ An engine that only consumes listens nowhere; one that only produces connects to
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from vllm_mooncake_ascend import limits
@@ -44,13 +44,22 @@ class P2PScheduler:
     The methods of `side_channel.Owner` at the end are for the control thread.
     """
 
-    def __init__(self, *, config: P2PConfig, incarnation: Incarnation, produces: bool, consumes: bool) -> None:
+    def __init__(
+        self,
+        *,
+        config: P2PConfig,
+        incarnation: Incarnation,
+        produces: bool,
+        consumes: bool,
+        wake: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`wake` is called, from any thread, when `drain` has something new."""
         self.incarnation = incarnation
         self._config = config
         self._produces = produces
         self._consumes = consumes
         self._driver = Driver(self._carry_out, is_strict=config.is_strict)
-        self._inbox: Inbox[Action] = Inbox(capacity=limits.MAX_INBOX)
+        self._inbox: Inbox[Action] = Inbox(capacity=limits.MAX_INBOX, wake=wake)
         self._stats = Stats()
         self._has_news = False
         """Something happened since the statistics were taken."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from vllm_mooncake_ascend.planner.pool_keys import Shard
 from vllm_mooncake_ascend.types import Outcome, RequestId
 
 
@@ -70,8 +71,11 @@ class SaveEnded(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PoolStep(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker must do for the pool in this step. Order of execution: cancels, loads, saves."""
+    """What a worker must do for the pool in this step. Order of execution: shards, cancels, loads, saves."""
 
+    shards: tuple[Shard, ...] = ()
+    """All shards of the engine, from which a worker takes which blocks are its own to save. In the first step that has a save,
+    or any number of them; before it has heard them a worker refuses saves. Loads need none."""
     cancels: tuple[int, ...] = ()
     """Ids of loads of which no further call is to start."""
     loads: tuple[LoadOrder, ...] = ()
@@ -86,3 +90,6 @@ class PoolResults(msgspec.Struct, frozen=True, kw_only=True):
 
     loads: tuple[LoadEnded, ...] = ()
     saves: tuple[SaveEnded, ...] = ()
+
+
+NO_POOL_RESULTS = PoolResults()

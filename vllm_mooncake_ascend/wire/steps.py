@@ -44,7 +44,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerStep(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker must do in this step. Order of execution: peers, reads, cancels, forget, reports.
+    """What a worker must do in this step. Order of execution: peers, reads, cancels, forget.
 
     Reads are keyed by the local request everywhere: n>1 children of one prompt read one transfer, each for itself.
     """
@@ -53,9 +53,6 @@ class WorkerStep(msgspec.Struct, frozen=True, kw_only=True):
     reads: tuple[ReadOrder, ...] = ()
     cancels: tuple[RequestId, ...] = ()
     forget: tuple[Incarnation, ...] = ()
-    reports: tuple[Report, ...] = ()
-    reading: bool = False
-    """Some read is under way and nothing is scheduled: the worker may sleep for a moment instead of spinning."""
 
 
 EMPTY_STEP = WorkerStep()
@@ -79,3 +76,6 @@ class WorkerResults(msgspec.Struct, frozen=True, kw_only=True):
     """What one worker (or, after aggregation, all of them) has to tell its scheduler."""
 
     ended: tuple[ReadEnded, ...] = ()
+
+
+NO_READS = WorkerResults()

@@ -1,36 +1,39 @@
-"""The scheduler-role half of MooncakeConnectorV1: translates vLLM's hooks into events and actions into vLLM's terms.
+"""The scheduler-role side of P2P: translates vLLM's hooks into events and actions into vLLM's terms.
 
-Runs on the engine's one scheduler thread; nothing here waits but the bounded sleep of an empty step. All decisions are
-the machines' (`p2p`), reached through `runtime.p2p_scheduler`.
+Runs on the engine's one scheduler thread; nothing here waits. All decisions are the machines' (`p2p`), reached through
+`runtime.p2p_scheduler`.
 """
 
 from __future__ import annotations
 
-import collections
 import logging
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 from vllm_mooncake_ascend.config import P2PConfig
-from vllm_mooncake_ascend.connectors import queue_spin, requests
+from vllm_mooncake_ascend.connectors import identity, queue_spin, requests, versions
+from vllm_mooncake_ascend.connectors.device import device_type
+from vllm_mooncake_ascend.connectors.envelopes import StepMetadata, WorkerMetadata
 from vllm_mooncake_ascend.connectors.versions import HAS_FAILED_RECEIVES, BlockPins
 from vllm_mooncake_ascend.errors import RemoteProtocolError
-from vllm_mooncake_ascend.layout import blocks
+from vllm_mooncake_ascend.layout import blocks, compatibility
 from vllm_mooncake_ascend.layout.plane import GroupLayout, RankLayout
 from vllm_mooncake_ascend.p2p import actions, events
 from vllm_mooncake_ascend.runtime.clock import wall_s
 from vllm_mooncake_ascend.runtime.p2p_scheduler import P2PScheduler
 from vllm_mooncake_ascend.types import Incarnation, RequestId, TransferId
 from vllm_mooncake_ascend.wire import params
-from vllm_mooncake_ascend.wire.steps import EMPTY_STEP, WorkerResults, WorkerStep
+from vllm_mooncake_ascend.wire.messages import PROTOCOL_VERSION
+from vllm_mooncake_ascend.wire.steps import WorkerStep
 
 logger = logging.getLogger(__name__)
 
 
-class SchedulerSide:
+class P2PSchedulerSide:
     """One per engine (DP rank)."""
 
-    def __init__(self, vllm_config: Any, config: P2PConfig) -> None:
+    def __init__(self, vllm_config: Any, config: P2PConfig, *, wake: Callable[[], None]) -> None:
         transfer = vllm_config.kv_transfer_config
         self._vllm_config = vllm_config
         self._config = config
@@ -39,6 +42,7 @@ class SchedulerSide:
             incarnation=Incarnation(uuid.uuid4().hex),
             produces=transfer.is_kv_producer,
             consumes=transfer.is_kv_consumer,
+            wake=wake,
         )
         self._groups: tuple[GroupLayout, ...] = ()
         self._pins: BlockPins | None = None
@@ -47,9 +51,6 @@ class SchedulerSide:
         """Prefill requests of this engine and the ids under which their KV will be offered."""
         self._wanted: dict[RequestId, int] = {}
         """Decode requests with a remote transfer, and the local hit vLLM found at its last question."""
-        self._steps_in_flight: collections.deque[bool] = collections.deque(maxlen=64)
-        """One entry a step whose output has not come back: whether it had anything to run."""
-        self._may_sleep = vllm_config.parallel_config.data_parallel_size == 1
 
     # --- set-up ---------------------------------------------------------------------------------------------------
 
@@ -61,9 +62,12 @@ class SchedulerSide:
         assert self._pins is not None, "vLLM binds the block pool before it hands over handshake metadata and requests"
         return self._pins
 
-    def start(self, ranks: tuple[RankLayout, ...], fingerprint: dict[str, str]) -> None:
+    def start(self, ranks: tuple[RankLayout, ...]) -> None:
         """Open the side channel. Called once, after all workers registered their memory, before the first request."""
         self._groups = ranks[0].groups
+        fingerprint = compatibility.fingerprint(
+            identity.cache_identity(self._vllm_config, device_type()), ranks, protocol_version=PROTOCOL_VERSION
+        )
         self._shell.start(
             ranks,
             fingerprint,
@@ -95,15 +99,21 @@ class SchedulerSide:
             self._shell.count("requests_ignored_total", "bad_params")
             logger.warning("kv_transfer_params ignored: request_id=%s reason=%s", request.request_id, error)
 
-    def num_new_matched_tokens(self, request: Any, num_local_tokens: int) -> tuple[int | None, bool]:
+    def wants(self, request_id: RequestId) -> bool:
+        """Whether the request's KV is to come from a prefill engine."""
+        return request_id in self._wanted
+
+    def num_new_matched_tokens(self, request: Any, num_local_tokens: int) -> int | None:
         request_id = requests.request_id(request)
         if request_id not in self._wanted:
-            return 0, False
+            return 0
         num_remote_tokens = self._shell.remote_tokens(request_id, num_local_tokens)
-        if num_remote_tokens is None:
-            return None, False
-        self._wanted[request_id] = num_local_tokens
-        return num_remote_tokens, num_remote_tokens > 0
+        if num_remote_tokens is not None:
+            self._wanted[request_id] = num_local_tokens
+        return num_remote_tokens
+
+    def hit_sources(self, request: Any, num_tokens: int) -> dict[Any, int]:  # noqa: ARG002
+        return {versions.hit_source("P2P"): num_tokens}
 
     def update_state_after_alloc(self, request: Any, block_ids: events.BlockTable, num_remote_tokens: int) -> None:
         request_id = requests.request_id(request)
@@ -127,14 +137,14 @@ class SchedulerSide:
         )
         self._apply_pending()
 
-    def request_finished(self, request: Any, block_ids: events.BlockTable) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Any, block_ids: events.BlockTable) -> dict[str, Any] | None:
         """Never delays vLLM's own freeing: what a reader still needs is pinned by a reference of ours."""
         request_id = requests.request_id(request)
         if self._wanted.pop(request_id, None) is not None:
             self._shell.feed_consumer(events.RequestEnded(request_id=request_id))
         transfer_id = self._offered.pop(request_id, None)
         if transfer_id is None:
-            return False, None
+            return None
         num_tokens = min(requests.num_written_tokens(request), requests.num_prompt_tokens(request))
         has_kv = requests.ended_with_kv(request) and num_tokens == requests.num_prompt_tokens(request)
         self._shell.feed_producer(
@@ -152,30 +162,40 @@ class SchedulerSide:
             )
         )
         self._apply_pending()
-        if not has_kv:
-            return False, None
-        return False, self._issue(transfer_id, request, num_tokens)
+        return self._issue(transfer_id, request, num_tokens) if has_kv else None
 
     # --- steps ----------------------------------------------------------------------------------------------------
 
-    def build_step(self, scheduler_output: Any) -> WorkerStep:
-        """The workers' part of this step; sleeps a moment where vLLM would spin for a request that waits for KV."""
+    def observe_step(self, scheduler_output: Any) -> None:
         for request_id in getattr(scheduler_output, "preempted_req_ids", None) or ():
             if request_id in self._offered:
                 self._shell.feed_producer(events.PrefillPreempted(request_id=RequestId(request_id)))
-        runs_something = scheduler_output.total_num_scheduled_tokens > 0
-        pending = self._take_for_workers()
-        if not pending and not runs_something and self._is_waiting and not any(self._steps_in_flight):
-            self._shell.wait(self._config.empty_step_wait_s)
-            pending = self._take_for_workers()
-        self._steps_in_flight.append(runs_something)
-        return _worker_step(pending) if pending else EMPTY_STEP
 
-    def update_results(self, results: WorkerResults | None) -> None:
-        """The output of the oldest step in flight has come back."""
-        if self._steps_in_flight:
-            self._steps_in_flight.popleft()
-        for ended in results.ended if results is not None else ():
+    def has_pending(self) -> bool:
+        self._apply_pending()
+        return bool(self._for_workers)
+
+    @property
+    def is_waiting(self) -> bool:
+        """vLLM steps again and again for requests that cannot run: their KV is not here, a read of an aborted one has not
+        ended, or leases hold the blocks they need."""
+        return bool(self._wanted or self._offered or self._shell.waits_for_peers())
+
+    @property
+    def wants_steps(self) -> bool:
+        """Never: an idle engine sleeps, whatever its leases hold."""
+        return False
+
+    def take_step(self) -> StepMetadata:
+        self._apply_pending()
+        if not self._for_workers:
+            return StepMetadata()
+        pending, self._for_workers = self._for_workers, []
+        reports = tuple(action.report for action in pending if isinstance(action, actions.ReportReceive))
+        return StepMetadata(p2p=_worker_step(pending), reports=reports)
+
+    def update_results(self, results: WorkerMetadata) -> None:
+        for ended in results.p2p.ended:
             self._shell.feed_consumer(events.RankReadEnded(ended=ended))
         self._apply_pending()
 
@@ -185,11 +205,14 @@ class SchedulerSide:
         self._apply_pending()
         return self._block_pins.num_pinned < num_before
 
-    def reset_cache(self) -> bool:
+    def reset_cache(self) -> None:
         """vLLM drops its cached blocks (new weights, say): nobody may read them any more."""
         self._shell.feed_producer(events.LeasesRevoked(reason="reset"))
         self._apply_pending()
-        return True
+
+    def take_events(self) -> list[Any]:
+        """None: events tell of caches, and what is being moved is in none."""
+        return []
 
     def take_stats(self) -> dict[str, Any]:
         return self._shell.take_stats()
@@ -198,12 +221,6 @@ class SchedulerSide:
         self._shell.close()
 
     # --- inside ---------------------------------------------------------------------------------------------------
-
-    @property
-    def _is_waiting(self) -> bool:
-        """vLLM steps again and again for requests that cannot run: their KV is not here, a read of an aborted one has not
-        ended, or leases hold the blocks they need. Never on one rank of several that step together."""
-        return self._may_sleep and bool(self._wanted or self._offered or self._shell.waits_for_peers())
 
     def _offer(self, request: Any, wish: params.RemoteDecode) -> None:
         if not self._vllm_config.kv_transfer_config.is_kv_producer:
@@ -263,11 +280,6 @@ class SchedulerSide:
                 case _:
                     self._for_workers.append(action)
 
-    def _take_for_workers(self) -> list[Any]:
-        self._apply_pending()
-        taken, self._for_workers = self._for_workers, []
-        return taken
-
 
 def _worker_step(pending: list[Any]) -> WorkerStep:
     by_kind: dict[type, list[Any]] = {}
@@ -284,5 +296,4 @@ def _worker_step(pending: list[Any]) -> WorkerStep:
         cancels=tuple(action.request_id for action in by_kind.get(actions.CancelRead, ())),
         # A worker forgets last: a peer that was forgotten and met again between two steps must not be among these.
         forget=tuple(Incarnation(incarnation) for incarnation, stays in is_known.items() if not stays),
-        reports=tuple(action.report for action in by_kind.get(actions.ReportReceive, ())),
     )
