@@ -53,7 +53,7 @@ def read_options(extra_config: Mapping[str, object], vocabulary: Vocabulary, war
     for name, value in extra_config.items():
         key = by_name.get(name)
         if name in borrowed:
-            key = _lender(borrowed[name], value, extra_config, by_name, warnings)
+            key = _lender(borrowed[name], value, {*extra_config, *given}, by_name, warnings)
         elif name in vocabulary.elsewhere:
             raise ConfigError(f"{EXTRA_CONFIG}: {name} {vocabulary.elsewhere[name]}")
         elif key is None:
@@ -63,15 +63,13 @@ def read_options(extra_config: Mapping[str, object], vocabulary: Vocabulary, war
     return given
 
 
-def _lender(
-    entry: Borrowed, value: object, extra_config: Mapping[str, object], by_name: Mapping[str, Key], warnings: list[str]
-) -> Key | None:
+def _lender(entry: Borrowed, value: object, taken: set[str], by_name: Mapping[str, Key], warnings: list[str]) -> Key | None:
     """The key a borrowed one stands for, if its value counts."""
     if value in entry.quiet:
         return None
     if not entry.stands_for:
         warnings.append(f"{entry.name} is ignored: {entry.remark}")
-    elif entry.stands_for in extra_config:
+    elif entry.stands_for in taken:
         warnings.append(f"{entry.name} is ignored: {entry.stands_for} is set too")
     else:
         warnings.append(f"{entry.name}={value!r} is taken for {entry.stands_for}, its name here")

@@ -24,8 +24,7 @@ from vllm_mooncake_ascend.layout.plane import Region
 from vllm_mooncake_ascend.planner.store_batch import StoreBatch
 from vllm_mooncake_ascend.types import Outcome
 
-MIN_SEGMENT_BYTES = 16 << 20
-"""Mooncake's allocator takes no less (`client_buffer_allocation.cpp`)."""
+MIN_SEGMENT_BYTES = limits.SEGMENT_MIN_BYTES
 
 
 class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
