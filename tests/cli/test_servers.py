@@ -54,14 +54,14 @@ def test_an_engine_of_a_pool_knows_its_master(role: str, pooling: bool | None) -
     spec = servers.engine("one", role, "model", extra=servers.pool_settings(role, "10.0.0.1:50051", "2GB"))
     config = json.loads(spec.command[spec.command.index("--kv-transfer-config") + 1])
     extra = config["kv_connector_extra_config"]
-    assert ("10.0.0.1:50051", "2GB", pooling) == (extra["master"], extra["segment_size"], extra.get("prefix_pooling"))
+    assert ("10.0.0.1:50051", "2GB", pooling) == (extra["master_address"], extra["segment_bytes"], extra.get("prefix_pooling"))
 
 
 def test_launch_gives_all_engines_the_pool() -> None:
     """A plan with a pool, once its master is known."""
     plan = launch.Plan(model="model", num_prefill=1, num_decode=1, arguments=(), pool_segment="1GB").with_master("127.0.0.1:7")
     specs = launch.engine_specs(plan, cpus=frozenset({0}), cpu_environment={})
-    assert [True, True] == [any('"master": "127.0.0.1:7"' in word for word in spec.command) for spec in specs]
+    assert [True, True] == [any('"master_address": "127.0.0.1:7"' in word for word in spec.command) for spec in specs]
 
 
 def test_the_master_is_asked_for_our_times() -> None:

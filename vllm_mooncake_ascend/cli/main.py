@@ -21,6 +21,7 @@ COMMANDS = {
     "proxy": "route requests over prefill and decode engines",
     "doctor": "check this machine",
     "bench": "measure on this machine",
+    "pool": "look into a prefix pool",
 }
 """Command -> what it is for. The command `x` is registered by the module `vllm_mooncake_ascend.cli.x`."""
 

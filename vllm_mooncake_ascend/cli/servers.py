@@ -134,7 +134,7 @@ def pool_settings(role: str, master_address: str, segment_size: str) -> dict[str
     Args:
         segment_size: memory that each worker lends to the pool, with its unit.
     """
-    settings: dict[str, object] = {"master": master_address, "segment_size": segment_size}
+    settings: dict[str, object] = {"master_address": master_address, "segment_bytes": segment_size}
     return settings if role == POOL else {"prefix_pooling": True, **settings}
 
 

@@ -66,6 +66,11 @@ class MooncakeStoreWorld:
     def master_address(self) -> str:
         return self._master.address
 
+    @property
+    def metrics_address(self) -> str:
+        """Where the master answers over HTTP."""
+        return self._master.metrics_address
+
     def store(self, *, segment_bytes: int = 0) -> MooncakeStore:
         return self.store_with(
             StoreSettings(host="127.0.0.1", protocol="tcp", master_address=self.master_address, segment_bytes=segment_bytes)

@@ -33,9 +33,9 @@ class PoolMaster:
         return self._server.rpc_address
 
     @property
-    def url(self) -> str:
+    def metrics_address(self) -> str:
         """Where it answers over HTTP."""
-        return self._server.url
+        return self._server.url.removeprefix("http://")
 
     def start(self) -> None:
         """At the same address as before; returns when it accepts calls."""
