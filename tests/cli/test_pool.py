@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from vllm_mooncake_ascend import limits
 from vllm_mooncake_ascend.cli import pool, pool_census, pool_clear
 from vllm_mooncake_ascend.cli.main import build_app
-from vllm_mooncake_ascend.cli.master_http import Segment
+from vllm_mooncake_ascend.cli.master_http import Segment, metrics_address
 from vllm_mooncake_ascend.cli.pool_census import Census
 from vllm_mooncake_ascend.cli.pool_clear import Cleared
 from vllm_mooncake_ascend.engines import environment
@@ -119,10 +119,10 @@ def test_the_master_is_found_as_engines_find_it() -> None:
 
 def test_the_metrics_port_is_mooncakes_own_unless_told() -> None:
     """Of a plain address, also an IPv6 one; of a master with stand-ins it must be told."""
-    found = [pool.metrics_address(address) for address in ("10.0.0.1:50051", "[::1]:50051")]
+    found = [metrics_address(address) for address in ("10.0.0.1:50051", "[::1]:50051")]
     assert ["10.0.0.1:9003", "[::1]:9003"] == found
     with pytest.raises(ConfigError, match="--metrics"):
-        pool.metrics_address("etcd://10.0.0.1:2379")
+        metrics_address("etcd://10.0.0.1:2379")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 
 import msgspec
 import typer
@@ -11,20 +12,30 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_mooncake_ascend.cli.doctor_checks import Finding, diagnose
-from vllm_mooncake_ascend.cli.doctor_facts import gather
+from vllm_mooncake_ascend.cli.doctor_facts import Facts, gather
+from vllm_mooncake_ascend.cli.doctor_pool import STORE_CONNECTOR, findings_of, look_at, pool_config
+from vllm_mooncake_ascend.cli.master_http import DEFAULT_PORT
+from vllm_mooncake_ascend.errors import ConfigError
 
 STYLES = {"ok": "green", "warning": "yellow", "error": "bold red", "skipped": "dim"}
 
 
 def doctor(
     quick: bool = typer.Option(False, "--quick", help="Do not try the imports of vLLM and Mooncake, which take some seconds."),
-    kv_transfer_config: str = typer.Option("", help="Check this --kv-transfer-config (JSON) too."),
+    kv_transfer_config: str = typer.Option("", help="Check this --kv-transfer-config (JSON) too, and the pool it names."),
+    pool_metrics: str = typer.Option(
+        "", metavar="HOST:PORT", help=f"Metrics port of the pool's master; left out: port {DEFAULT_PORT} of its host."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print the findings as JSON."),
 ) -> None:
     """Check whether engines with our connector can run on this machine; ends with 1 when something must be mended."""
-    extra_config = extra_config_of(kv_transfer_config)
+    connector, extra_config = settings_of(kv_transfer_config)
     with Console(stderr=True).status("looking at this machine"):
-        findings = diagnose(gather(os.environ, quick=quick), extra_config=extra_config)
+        facts = gather(os.environ, quick=quick)
+        of_transfers = None if connector == STORE_CONNECTOR else extra_config
+        findings = diagnose(facts, extra_config=of_transfers, read_text=lambda name: Path(name).read_text())
+        if not any(finding.check == "settings" and finding.state == "error" for finding in findings):
+            findings += _pool_findings(facts, connector, extra_config or {}, pool_metrics)
     if as_json:
         print(json.dumps({"findings": msgspec.to_builtins(findings)}))
     else:
@@ -32,10 +43,10 @@ def doctor(
     raise typer.Exit(int(any(finding.state == "error" for finding in findings)))
 
 
-def extra_config_of(text: str) -> dict[str, object] | None:
-    """`kv_connector_extra_config` of a `--kv-transfer-config`; None when no text was given."""
+def settings_of(text: str) -> tuple[str, dict[str, object] | None]:
+    """`kv_connector` and `kv_connector_extra_config` of a `--kv-transfer-config`; None when no text was given."""
     if not text:
-        return None
+        return "", None
     try:
         config = json.loads(text)
     except json.JSONDecodeError as error:
@@ -43,7 +54,16 @@ def extra_config_of(text: str) -> dict[str, object] | None:
     extra = config.get("kv_connector_extra_config", {}) if isinstance(config, dict) else None
     if not isinstance(extra, dict):
         raise typer.BadParameter("must be an object, kv_connector_extra_config too", param_hint="--kv-transfer-config")
-    return extra
+    return str(config.get("kv_connector", "")), extra
+
+
+def _pool_findings(facts: Facts, connector: str, extra_config: dict[str, object], metrics: str) -> list[Finding]:
+    """About the pool that the settings or the environment name; none where they name none."""
+    try:
+        config = pool_config(connector, extra_config, os.environ, device_type=facts.device_type)
+    except ConfigError as error:
+        return [Finding(check="pool settings", state="error", seen=str(error), remedy="see docs/configuration.md")]
+    return findings_of(config, look_at(config, metrics)) if config else []
 
 
 def table_of(findings: list[Finding]) -> Table:

@@ -38,8 +38,17 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     remedy: str = ""
 
 
-def diagnose(facts: Facts, *, extra_config: Mapping[str, object] | None = None) -> list[Finding]:
-    """All findings about `facts`, and about the connector's settings if they are given."""
+def diagnose(
+    facts: Facts,
+    *,
+    extra_config: Mapping[str, object] | None = None,
+    read_text: Callable[[str], str] | None = None,
+) -> list[Finding]:
+    """All findings about `facts`, and about the settings of MooncakeConnectorV1 if they are given.
+
+    Args:
+        read_text: reads the files that settings may name.
+    """
     checks: tuple[Callable[[Facts], list[Finding]], ...] = (
         _python,
         _vllm,
@@ -50,7 +59,7 @@ def diagnose(facts: Facts, *, extra_config: Mapping[str, object] | None = None) 
         _environment,
     )
     findings = [finding for check in checks for finding in check(facts)]
-    return findings if extra_config is None else findings + _settings(facts, extra_config)
+    return findings if extra_config is None else findings + _settings(facts, extra_config, read_text)
 
 
 def _ok(check: str, seen: str) -> Finding:
@@ -179,10 +188,10 @@ def _halves(text: str) -> tuple[str, str]:
     return (seen, remedy) if seen else (text, "")
 
 
-def _settings(facts: Facts, extra_config: Mapping[str, object]) -> list[Finding]:
+def _settings(facts: Facts, extra_config: Mapping[str, object], read_text: Callable[[str], str] | None) -> list[Finding]:
     host = facts.environ.get("VLLM_HOST_IP", "127.0.0.1")
     try:
-        _, notes = parse_p2p(extra_config, facts.environ, device_type=facts.device_type, default_host=host)
+        _, notes = parse_p2p(extra_config, facts.environ, device_type=facts.device_type, default_host=host, read_text=read_text)
     except ConfigError as error:
         return [_error("settings", str(error), "see docs/configuration.md")]
     return [_warning("settings", note, "") for note in notes] or [_ok("settings", "all keys are known and in range")]

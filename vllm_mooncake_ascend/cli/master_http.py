@@ -14,7 +14,7 @@ from typing import TypeVar
 import msgspec
 
 from vllm_mooncake_ascend.cli.scrape import totals_of
-from vllm_mooncake_ascend.errors import MooncakeAscendError
+from vllm_mooncake_ascend.errors import ConfigError, MooncakeAscendError
 
 DEFAULT_PORT = 9003
 """`--metrics_port` of a master that was not told another."""
@@ -59,6 +59,17 @@ class _Object(msgspec.Struct):
 
 class _Objects(msgspec.Struct):
     data: dict[str, _Object]
+
+
+def metrics_address(master_address: str) -> str:
+    """Where a master that was not told otherwise answers over HTTP.
+
+    Raises:
+        ConfigError: it cannot be told of a master with stand-ins.
+    """
+    if "://" in master_address:
+        raise ConfigError(f"the metrics port of {master_address} is not known; say --metrics HOST:PORT")
+    return f"{master_address.rpartition(':')[0]}:{DEFAULT_PORT}"
 
 
 class MasterHttp:

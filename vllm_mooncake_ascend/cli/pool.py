@@ -17,11 +17,11 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_mooncake_ascend.cli import master_http, pool_census, pool_clear
-from vllm_mooncake_ascend.cli.master_http import MasterHttp
+from vllm_mooncake_ascend.cli.master_http import MasterHttp, metrics_address
 from vllm_mooncake_ascend.cli.pool_census import Census
 from vllm_mooncake_ascend.cli.pool_clear import Cleared
 from vllm_mooncake_ascend.config import PoolConfig, parse_pool
-from vllm_mooncake_ascend.errors import ConfigError, MooncakeAscendError
+from vllm_mooncake_ascend.errors import MooncakeAscendError
 
 NAMESPACE = re.compile("[0-9a-f]{32}")
 MASTER = typer.Option(
@@ -97,17 +97,6 @@ def settings(master: str, environ: Mapping[str, str]) -> PoolConfig:
         options, environ, device_type="cpu", default_host="127.0.0.1", read_text=lambda name: Path(name).read_text()
     )
     return config
-
-
-def metrics_address(master_address: str) -> str:
-    """Where a master that was not told otherwise answers over HTTP.
-
-    Raises:
-        ConfigError: it cannot be told of a master with stand-ins.
-    """
-    if "://" in master_address:
-        raise ConfigError(f"the metrics port of {master_address} is not known; say --metrics HOST:PORT")
-    return f"{master_address.rpartition(':')[0]}:{master_http.DEFAULT_PORT}"
 
 
 def take_census(master: MasterHttp) -> Census:
