@@ -106,11 +106,22 @@ class SchedulerStage(PoolStage):
         self.allocate(24)
 
     def load_ended(
-        self, outcome: Outcome = Outcome.DONE, load_id: int = 1, rank: int = 0, failed: tuple[int, ...] = ()
+        self,
+        outcome: Outcome = Outcome.DONE,
+        load_id: int = 1,
+        rank: int = 0,
+        failed: tuple[int, ...] = (),
+        missing: tuple[int, ...] = (),
     ) -> list[Any]:
-        reason = "" if outcome is Outcome.DONE else "failed"
         ended = LoadEnded(
-            load_id=load_id, rank=rank, outcome=outcome, failed_block_ids=failed, reason=reason, num_bytes=0, seconds=0.0
+            load_id=load_id,
+            rank=rank,
+            outcome=outcome,
+            failed_block_ids=failed,
+            missing_block_ids=missing,
+            reason="" if outcome is Outcome.DONE else "failed",
+            num_bytes=0,
+            seconds=0.0,
         )
         return self.feed(events.RankLoadEnded(ended=ended))
 

@@ -2,8 +2,8 @@
 
 Which thread: `StartLookup`, `StartGet`, `StartPut`, `FenceStore` and `ProbeStore` by threads that may block (lookups, gets and
 puts on threads of their own, as many as may be under way at once; a fence on any of those for gets); `PinBlocks`,
-`UnpinBlocks`, `Order...`, `CancelLoad` and `ReportReceive` by vLLM's scheduler thread, pins before the hook returns that fed
-the event; `End...` go up with the worker's next output.
+`UnpinBlocks`, `Order...`, `CancelLoad`, `ReportReceive` and those of KV events by vLLM's scheduler thread, pins before the hook
+returns that fed the event; `End...` go up with the worker's next output.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Union
 
 import msgspec
 
+from vllm_mooncake_ascend.pool.known import BlockName
 from vllm_mooncake_ascend.types import RequestId
 from vllm_mooncake_ascend.wire.pool_steps import LoadEnded, LoadOrder, SaveEnded, SaveOrder
 from vllm_mooncake_ascend.wire.steps import Report
@@ -66,6 +67,25 @@ class OrderSave(_Action, frozen=True, kw_only=True):
     """Every rank ends it once, with SaveEnded."""
 
     order: SaveOrder
+
+
+class Stored(_Action, frozen=True, kw_only=True):
+    """All blocks of this save can be loaded from the pool: to be told as a KV event. Each save that was ordered ends in this or
+    in `NotStored`, where `PoolSettings.tells_events`."""
+
+    save_id: int
+
+
+class NotStored(_Action, frozen=True, kw_only=True):
+    """Nothing is to be told of this save."""
+
+    save_id: int
+
+
+class Gone(_Action, frozen=True, kw_only=True):
+    """Of what was told as stored, these can not be loaded any more, or that is not certain. Never empty."""
+
+    blocks: tuple[BlockName, ...]
 
 
 class ReportReceive(_Action, frozen=True, kw_only=True):
@@ -126,6 +146,18 @@ class Note(_Action, frozen=True, kw_only=True):
 
 
 SchedulerAction = Union[
-    StartLookup, PinBlocks, UnpinBlocks, OrderLoad, CancelLoad, OrderSave, ReportReceive, ProbeStore, Count, Note
+    StartLookup,
+    PinBlocks,
+    UnpinBlocks,
+    OrderLoad,
+    CancelLoad,
+    OrderSave,
+    Stored,
+    NotStored,
+    Gone,
+    ReportReceive,
+    ProbeStore,
+    Count,
+    Note,
 ]
 WorkerAction = Union[StartGet, EndLoad, StartPut, EndSave, FenceStore, ProbeStore, Count, Note]

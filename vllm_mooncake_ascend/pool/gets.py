@@ -107,6 +107,7 @@ class WorkerLoad:
     stop_reason: str = ""
     failed_block_ids: tuple[int, ...] = ()
     """Of a load that waits for the fence."""
+    missing_block_ids: tuple[int, ...] = ()
 
     def blocks_from(self, call_index: int) -> tuple[int, ...]:
         """Blocks of this call and all behind it."""
@@ -242,6 +243,7 @@ class Gets:
             reason = counters.STORE_LOST
         elif event.num_missing == len(failed):
             reason = counters.MISSING
+            load.missing_block_ids = failed
         failed += load.blocks_from(load.num_done + 1)
         if outcome is Outcome.UNKNOWN:
             load.stop_reason, load.failed_block_ids = reason, failed
@@ -288,6 +290,7 @@ class Gets:
             rank=self._rank,
             outcome=outcome,
             failed_block_ids=failed_block_ids,
+            missing_block_ids=load.missing_block_ids,
             reason=reason,
             num_bytes=load.num_bytes,
             seconds=0.0 if load.started_at_s is None else now - load.started_at_s,

@@ -42,6 +42,12 @@ class Known:
             self._turn(now)
         self._young.update(names)
 
+    def unlearn(self, names: Iterable[BlockName]) -> None:
+        """These are not in the pool."""
+        gone = set(names)
+        self._young -= gone
+        self._old -= gone
+
     def age(self, now: float) -> None:
         """Forget what is too old."""
         if now >= self._young_until_s:

@@ -88,6 +88,7 @@ class Load:
     chain: int
     num_tokens: int
     groups: tuple[GroupBlocks, ...]
+    namespace: str
     block_ids: tuple[int, ...]
     """The blocks that are written to, and pinned."""
     state: LoadState = LoadState.UNKNOWN
@@ -137,7 +138,10 @@ class Loads:
 
     # --- starting and stopping ----------------------------------------------------------------------------------------
 
-    def start(self, load: Load, namespace: str, now: float) -> None:
+    def get(self, load_id: int) -> Load | None:
+        return self._loads.get(load_id)
+
+    def start(self, load: Load, now: float) -> None:
         """vLLM gave the blocks and fixed the range: load it. `load.load_id` is given here."""
         assert load.request_id not in self._by_request, "vLLM waits for one report of a request at a time"
         self._last_id += 1
@@ -146,7 +150,7 @@ class Loads:
         self._by_request[load.request_id] = load
         self.num_pinned_blocks += len(load.block_ids)
         self._do(actions.PinBlocks(request_id=load.request_id, block_ids=load.block_ids))
-        order = LoadOrder(load_id=load.load_id, request_id=load.request_id, namespace=namespace, groups=load.groups)
+        order = LoadOrder(load_id=load.load_id, request_id=load.request_id, namespace=load.namespace, groups=load.groups)
         self._do(actions.OrderLoad(order=order))
         self._count(counters.HIT_TOKENS, amount=load.num_tokens)
         self._move(load, LoadInput.ORDERED, LoadState.LOADING, now + self._settings.load_wait_s)

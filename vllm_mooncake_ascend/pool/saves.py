@@ -29,6 +29,7 @@ from vllm_mooncake_ascend.pool import actions, counters, events
 from vllm_mooncake_ascend.pool.book import Entry
 from vllm_mooncake_ascend.pool.known import BlockName, Known
 from vllm_mooncake_ascend.pool.settings import PoolSettings
+from vllm_mooncake_ascend.pool.told import Told
 from vllm_mooncake_ascend.timers import Timers
 from vllm_mooncake_ascend.types import Outcome, RequestId, worst
 from vllm_mooncake_ascend.wire.pool_steps import GroupBlocks, SaveEnded, SaveOrder
@@ -102,6 +103,7 @@ class Saves:
         self._law = law
         self._saves: dict[int, Save] = {}
         self._known = Known()
+        self._told = Told(do, is_heard=settings.tells_events)
         self._timers: Timers[int] = Timers()
         self._last_id = 0
         self.num_pinned_blocks = 0
@@ -146,6 +148,18 @@ class Saves:
         self._known.age(now)
         self._known.learn(_names(groups), now)
 
+    def missed(self, groups: tuple[GroupBlocks, ...], missing_block_ids: tuple[int, ...]) -> None:
+        """Of these blocks some were not in the pool when they were got. They, and what leans on them, are to be saved again by
+        the next who has them."""
+        missing = set(missing_block_ids)
+        for group in groups:
+            pairs = list(zip(group.block_ids, group.hashes, strict=True))
+            holes = [index for index, (block_id, _) in enumerate(pairs) if block_id in missing]
+            if holes:
+                names = [(group.group_index, block_hash) for _, block_hash in pairs]
+                self._known.unlearn(names[holes[0] :])
+                self._told.gone(names[index] for index in holes)
+
     def _new_blocks(self, entry: Entry, event: events.ChunkComputed) -> Iterator[tuple[GroupBlocks, BlockName | None]]:
         """Blocks of each group that the pool lacks, from the cursor on, and the block they lean on; positions without a block
         are left out."""
@@ -176,7 +190,7 @@ class Saves:
             self._count(counters.EVENTS_IGNORED)
             return
         if ended.reason == counters.STORE_LOST:
-            self._known.forget()
+            self.forget()
         save.outcomes[ended.rank] = ended.outcome
         if ended.outcome is not Outcome.DONE:
             self._broken(save.request_id, save.chain)
@@ -188,10 +202,14 @@ class Saves:
         self._count(counters.SAVES_ENDED, counters.DONE if outcome is Outcome.DONE else ended.reason or counters.FAILED)
         if outcome is Outcome.UNKNOWN:
             self._count(counters.QUARANTINES, counters.PUT)
+            self._told.not_stored(save.save_id)
             self._move(save, SaveInput.ALL_UNKNOWN, SaveState.QUARANTINED, now + limits.QUARANTINE_S)
             return
         if outcome is Outcome.DONE and not save.is_past and all(self._known.has(name) for name in save.leans_on):
             self._known.learn(_names(save.groups), now)
+            self._told.stored(save.save_id, _names(save.groups))
+        else:
+            self._told.not_stored(save.save_id)
         self._settle(save, SaveInput.ALL_ENDED)
 
     # --- outages, resets, time ----------------------------------------------------------------------------------------
@@ -199,12 +217,14 @@ class Saves:
     def forget(self) -> None:
         """The store is lost, and with it perhaps all it held."""
         self._known.forget()
+        self._told.all_gone()
 
     def reset(self) -> None:
         """Blocks to come have other keys, even where their hashes are those of blocks that are saved just now."""
         for save in self._saves.values():
             save.is_past = True
         self._known = Known()
+        self._told.all_gone()
 
     def lapse(self, now: float) -> None:
         """The quarantine of some saves is over."""

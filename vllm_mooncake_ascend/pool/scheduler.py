@@ -26,7 +26,7 @@ from vllm_mooncake_ascend.pool.lookups import LOOKUP_LAW, LookupInput, Lookups, 
 from vllm_mooncake_ascend.pool.saves import SAVE_LAW, SaveInput, Saves, SaveState
 from vllm_mooncake_ascend.pool.settings import PoolSettings
 from vllm_mooncake_ascend.types import RequestId
-from vllm_mooncake_ascend.wire.pool_steps import GroupBlocks
+from vllm_mooncake_ascend.wire.pool_steps import GroupBlocks, LoadEnded
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,6 +61,7 @@ class PoolScheduler:
             case events.LookupEnded():
                 self._lookups.answered(event, now)
             case events.RankLoadEnded():
+                self._missed(event.ended)
                 self._loads.rank_ended(event.ended, now)
             case events.RankSaveEnded():
                 self._saves.rank_ended(event.ended, now)
@@ -178,9 +179,10 @@ class PoolScheduler:
             chain=entry.chain,
             num_tokens=event.num_remote_tokens,
             groups=groups,
+            namespace=self._namespace,
             block_ids=event.loaded_block_ids,
         )
-        self._loads.start(load, self._namespace, now)
+        self._loads.start(load, now)
 
     def _wanted(self, entry: Entry, block_ids: events.BlockTable, first_token: int, end_token: int) -> tuple[GroupBlocks, ...]:
         """What a load of tokens [first_token, end_token) reads, and where to."""
@@ -218,6 +220,12 @@ class PoolScheduler:
         entry = self._book.get(load.request_id)
         if entry is not None and entry.chain == load.chain and not entry.is_past:
             self._saves.came(load.groups, now)
+
+    def _missed(self, ended: LoadEnded) -> None:
+        """A rank did not find some keys. Of another namespace that says nothing."""
+        load = self._loads.get(ended.load_id)
+        if load is not None and ended.missing_block_ids and load.namespace == self._namespace:
+            self._saves.missed(load.groups, ended.missing_block_ids)
 
     def _reset(self, namespace: str, now: float) -> None:
         self._namespace = namespace

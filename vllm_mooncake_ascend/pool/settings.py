@@ -23,6 +23,8 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
     itself waits until nothing can land."""
     max_saved_blocks: int
     """Blocks that saves may hold at once; never passed."""
+    tells_events: bool = False
+    """Somebody listens to KV events: say which blocks are in the pool, and which are not any more."""
     min_hit_tokens: int = limits.MIN_HIT_TOKENS
     lookup_wait_s: float = limits.LOOKUP_WAIT_S
     """How long vLLM is made to wait for one request's lookup, in all."""

@@ -51,6 +51,8 @@ class LoadEnded(msgspec.Struct, frozen=True, kw_only=True):
     """REFUSED: no call was made. FAILED: some block did not come; see `failed_block_ids`. Never UNKNOWN: the rank fences."""
     failed_block_ids: tuple[int, ...]
     """Blocks that do not hold what was asked for."""
+    missing_block_ids: tuple[int, ...] = ()
+    """Of these, blocks of which it is certain that the pool does not have them (any more)."""
     reason: str
     """A reason of `pool.counters`, "" when DONE."""
     num_bytes: int

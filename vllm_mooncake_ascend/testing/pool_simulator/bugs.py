@@ -24,6 +24,7 @@ from vllm_mooncake_ascend.pool.puts import PutInput, Puts, WorkerSave
 from vllm_mooncake_ascend.pool.saves import Save, SaveInput, Saves
 from vllm_mooncake_ascend.pool.scheduler import PoolScheduler, SchedulerLaws
 from vllm_mooncake_ascend.pool.settings import PoolSettings, WorkerSettings
+from vllm_mooncake_ascend.pool.told import Told
 from vllm_mooncake_ascend.pool.worker import PoolWorker, WorkerLaws
 from vllm_mooncake_ascend.testing.pool_simulator.world import Machines
 from vllm_mooncake_ascend.types import Outcome, RequestId
@@ -270,6 +271,33 @@ class _NeverCloses(Breaker):
         return super().probed(now, is_healthy=is_healthy and now < 0)
 
 
+# --- KV events -----------------------------------------------------------------------------------------------------------
+
+
+class _FailedSaveIsTold(Told):
+    def not_stored(self, save_id: int) -> None:
+        self._do(actions.Stored(save_id=save_id))
+
+
+class _FailedSaveIsUntold(Told):
+    def not_stored(self, save_id: int) -> None:
+        pass
+
+
+class _NothingTakenBackAtReset(Told):
+    def all_gone(self) -> None:
+        pass
+
+
+def _with_told(bad_class: type[Told]) -> Machines:
+    def scheduler(settings: PoolSettings) -> PoolScheduler:
+        machine = PoolScheduler(settings, SCHEDULER_WITHOUT_LAWS)
+        machine._saves._told.__class__ = bad_class
+        return machine
+
+    return Machines(scheduler=scheduler)
+
+
 POOL_BUGS = (
     PoolBug("pin leaked at abort", _with_part("_loads", _PinLeakedAtAbort), "wild", 300),
     PoolBug("abort forgets the load", _with_part("_loads", _AbortForgets), "slow", 300),
@@ -295,5 +323,8 @@ POOL_BUGS = (
     PoolBug("missing key is fine", _with_part("_gets", _MissingKeyIsFine), "wild", 100),
     PoolBug("dropped save is not told", _with_part("_puts", _DroppedSilently), "slow", 300),
     PoolBug("put ends before its call", _with_part("_puts", _PutEndsEarly), "slow", 600),
+    PoolBug("failed save is told as stored", _with_told(_FailedSaveIsTold), "slow", 300),
+    PoolBug("failed save is waited for", _with_told(_FailedSaveIsUntold), "slow", 100),
+    PoolBug("told blocks outlive a reset", _with_told(_NothingTakenBackAtReset), "reset", 100),
     PoolBug("breaker never closes", _with_part("_breaker", _NeverCloses), "dead", 100),
 )

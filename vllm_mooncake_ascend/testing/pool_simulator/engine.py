@@ -10,6 +10,7 @@ from vllm_mooncake_ascend.pool import actions, events
 from vllm_mooncake_ascend.pool.scheduler import PoolScheduler
 from vllm_mooncake_ascend.pool.settings import PoolSettings
 from vllm_mooncake_ascend.testing.pool_simulator.blocks import Blocks
+from vllm_mooncake_ascend.testing.pool_simulator.listener import Listener
 from vllm_mooncake_ascend.testing.pool_simulator.plan import Job, PoolPlan
 from vllm_mooncake_ascend.testing.pool_simulator.store import Alarm, Clock, SimulatedStore
 from vllm_mooncake_ascend.testing.pool_simulator.worker import SimulatedWorker
@@ -109,6 +110,8 @@ class Engine:
         self.blocks.clear_cache()
         self.record.expected.clear()
         self.feed(events.PoolReset(namespace=namespace))
+        self._check(not self.record.listener.believed, "a reset, and blocks of before it are still told to be there")
+        self.record.namespace = namespace
 
     def _abort(self, request: Request) -> None:
         if request.state == "over" or request.is_aborted:
@@ -239,6 +242,7 @@ class Engine:
         self.record.tell(self._clock.now, event)
         for action in self.machine.handle(event, self._clock.now):
             self.record.tell(self._clock.now, action)
+            self.record.listener.hear(action, self._check)
             self._carry_out(action)
         self._alarm.set(self.machine.next_timer())
 
@@ -351,6 +355,8 @@ class Record:
     expected: set[bytes] = dataclasses.field(default_factory=set)
     """Hashes of prompts that were computed to their end."""
     num_failed: int = 0
+    namespace: str = "n0"
+    listener: Listener = dataclasses.field(default_factory=Listener)
     story: list[str] | None = None
 
     def tell(self, now: float, what: object) -> None:

@@ -51,6 +51,7 @@ class World:
             num_ranks=plan.num_ranks,
             can_report_unknown_at_once=plan.reports_unknown_at_once,
             max_saved_blocks=plan.max_saved_blocks,
+            tells_events=True,
         )
         scheduler = machines.scheduler(self._settings)
         self._engine = Engine(plan, self._settings, scheduler, self._clock, self._store, self.check)
@@ -110,10 +111,27 @@ class World:
         left = {(worker.machine.num_loads, worker.machine.num_saves) for worker in engine.workers}
         self.check(left == {(0, 0)}, f"orders left at the workers: {left}")
         self.check(not machine.is_breaker_open, "the breaker is open though the store is well")
+        self._check_events()
         if self._plan.is_gentle:
             keys = {f"n0/0/{worker.rank}/{name.hex()}" for worker in engine.workers for name in engine.record.expected}
             self.check(keys <= set(self._store.values), f"never saved: {sorted(keys - set(self._store.values))[:3]}")
             self.check(engine.record.num_failed == 0, "a load failed without a reason")
+
+    def _check_events(self) -> None:
+        """What was told by KV events: the end of each save, and nothing that the store does not have, unless it lost it."""
+        record = self._engine.record
+        self.check(not record.listener.orders, f"saves of which nothing was told: {sorted(record.listener.orders)}")
+        told = {
+            f"{record.namespace}/{group_index}/{worker.rank}/{name.hex()}"
+            for group_index, name in record.listener.believed
+            for worker in self._engine.workers
+        }
+        keeps_all = self._plan.faults.lost == 0 and self._plan.faults.outage == (0.0, 0.0)
+        untrue = told - set(self._store.values)
+        self.check(not keeps_all or not untrue, f"told to be in the pool, and never were: {sorted(untrue)[:3]}")
+        if self._plan.is_gentle:
+            untold = record.expected - {name for _, name in record.listener.believed}
+            self.check(not untold, f"in the pool, and never told: {sorted(untold)[:3]}")
 
 
 def fails(plan: PoolPlan, machines: Machines, story: list[str] | None = None) -> str:
