@@ -166,6 +166,10 @@ KNOWN_STORED_S = 300.0
 """How long an engine believes that what it put, or got, is still in the pool, and does not save it again."""
 MAX_KNOWN_STORED = 262_144
 """Block hashes it believes that of, in each of two ages; 32 bytes each and the table."""
+MAX_KV_EVENTS = 65_536
+"""KV events that wait for vLLM, which takes them with every step; beyond it the oldest are lost."""
+MAX_HASHES_PER_EVENT = 1_024
+"""Blocks that one KV event removes: after a reset there may be as many as MAX_KNOWN_STORED."""
 STORE_PROBE_S = 1.0
 """While the breaker is open the store's health is looked at this often; it costs no call, and is up to 2 s old."""
 PROBES_TO_CLOSE = 2
