@@ -169,5 +169,8 @@ class KVStore(Protocol):
         until that ends new calls are REFUSED; ask again. Needs no master.
         """
 
-    def close(self) -> None:
-        """Waits for calls under way, at most `limits.STORE_CALL_S`. Further calls are REFUSED; a second close does nothing."""
+    def close(self) -> bool:
+        """Waits for calls under way, at most `limits.STORE_CALL_S`. Further calls are REFUSED.
+
+        Returns True when all is closed: nothing of any call moves any more. False: a call does not end; close again, later.
+        """

@@ -49,6 +49,10 @@ def removal_refusal(keys: Sequence[StoreKey], prefix: str) -> str | None:
 
 
 def _keys_refusal(keys: Sequence[StoreKey]) -> str | None:
+    text = np.frombuffer("".join(keys).encode(errors="surrogatepass"), dtype=np.uint8)
+    is_printable = len(text) == 0 or (text.min() >= ord("!") and text.max() <= ord("~"))
+    if is_printable and all(1 <= length <= limits.MAX_ID_CHARS for length in set(map(len, keys))):
+        return None  # at once for all: one by one, ten thousand take 4 ms in which nobody else runs Python
     for key in keys:
         if _KEY.fullmatch(key) is None:
             return f"{key[: limits.MAX_ID_CHARS]!r} is not a key of 1 to {limits.MAX_ID_CHARS} printable characters"

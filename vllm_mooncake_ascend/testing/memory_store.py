@@ -294,12 +294,13 @@ class MemoryStore:
             self._unresolved.clear()
             return True
 
-    def close(self) -> None:
+    def close(self) -> bool:
         with self._pool.lock:
             self._is_closed = True
             self._is_connected = False
             self.fence()
             self._pool.forget(self)
+            return True
 
     # --- inside ---------------------------------------------------------------------
 
