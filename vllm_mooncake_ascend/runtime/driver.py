@@ -82,7 +82,8 @@ class Driver:
         if consumer is None:
             return
         with self.lock:
-            self._unreported.saw_event(event)
+            if isinstance(event, events.BlocksAllocated) and event.num_remote_tokens > 0:
+                self._unreported.owe(event.request_id, event.loaded_block_ids)
             self._run("consumer", event, lambda now: consumer.handle(event, now))
 
     def next_timer_s(self) -> float | None:
@@ -124,7 +125,7 @@ class Driver:
                 self._do(action, now)
 
     def _do(self, action: Action, now: float) -> None:
-        if isinstance(action, actions.ReportReceive) and not self._unreported.may_report(action):
+        if isinstance(action, actions.ReportReceive) and not self._unreported.may_report(action.report.request_id):
             self._recorder.note(action, now)
             return
         if isinstance(action, actions.Note):
@@ -155,7 +156,7 @@ class Driver:
         request_id = _request_of(event) if role == "consumer" else None
         report = self._unreported.break_off(request_id) if request_id else None
         if report is not None:
-            self._carry_out(report)
+            self._carry_out(actions.ReportReceive(report=report))
 
 
 def _is_due(machine: ProducerMachine | ConsumerMachine | None) -> bool:

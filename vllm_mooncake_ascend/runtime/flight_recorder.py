@@ -38,7 +38,7 @@ class FlightRecorder:
                 self._remember(request_id, transfer_id)
             key = transfer_id or self._transfer_of.get(request_id) or request_id
             if key:
-                self._lines(key).append((now_s, _line(value)))
+                self._lines(key).append((now_s, line(value)))
 
     def transfer_of(self, value: msgspec.Struct) -> str:
         """The transfer an event or action is about; the request where none is known, else empty."""
@@ -82,7 +82,8 @@ def _about(value: msgspec.Struct) -> tuple[str, str]:
     return transfer_id, request_id
 
 
-def _line(value: msgspec.Struct) -> str:
+def line(value: msgspec.Struct) -> str:
+    """A value in one line of bounded length, however much it holds."""
     return f"{type(value).__name__}({', '.join(_fields(value))})"[:MAX_LINE_CHARS]
 
 
@@ -95,7 +96,7 @@ def _short(value: object) -> str:
     """A field in few characters, however much it holds: block tables are counted, not printed."""
     match value:
         case msgspec.Struct():
-            return _line(value)
+            return line(value)
         case tuple() if value and isinstance(value[0], tuple):
             return f"<{sum(map(len, value))} in {len(value)}>"
         case tuple() | list() | dict():

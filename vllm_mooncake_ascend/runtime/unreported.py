@@ -7,37 +7,38 @@ it and this book only watches; once a request's machine is broken the book gives
 from __future__ import annotations
 
 from vllm_mooncake_ascend import limits
-from vllm_mooncake_ascend.p2p import actions, events
 from vllm_mooncake_ascend.types import RequestId
 from vllm_mooncake_ascend.wire.steps import Report
 
 
 class Unreported:
-    """Of one consumer; bounded by the requests vLLM has blocks for."""
+    """Of one machine; bounded by the requests vLLM has blocks for. Whoever owns it serialises the calls."""
 
     def __init__(self) -> None:
         self._loaded_block_ids: dict[RequestId, tuple[int, ...]] = {}
         self._broken: dict[RequestId, None] = {}
         """Oldest first; an ended request may stay until there is no room, for its id is not asked about again."""
 
-    def saw_event(self, event: events.ConsumerEvent) -> None:
-        """Note what makes us owe a report. Called before the machine handles the event."""
-        if isinstance(event, events.BlocksAllocated) and event.num_remote_tokens > 0:
-            self._loaded_block_ids[event.request_id] = event.loaded_block_ids
+    def owe(self, request_id: RequestId, loaded_block_ids: tuple[int, ...]) -> None:
+        """vLLM has allocated these blocks for remote tokens. Noted before the machine hears of it."""
+        self._loaded_block_ids[request_id] = loaded_block_ids
 
-    def may_report(self, action: actions.ReportReceive) -> bool:
+    @property
+    def owed(self) -> tuple[RequestId, ...]:
+        """Requests whose report is due."""
+        return tuple(self._loaded_block_ids)
+
+    def may_report(self, request_id: RequestId) -> bool:
         """Whether the machine's report may go to vLLM: once for each allocation."""
-        return self._loaded_block_ids.pop(action.report.request_id, None) is not None
+        return self._loaded_block_ids.pop(request_id, None) is not None
 
-    def break_off(self, request_id: RequestId) -> actions.ReportReceive | None:
+    def break_off(self, request_id: RequestId) -> Report | None:
         """The request's machine is broken: its failure, if vLLM waits for one. Its blocks stay pinned."""
         self._broken[request_id] = None
         if len(self._broken) > limits.MAX_WAITING_REQUESTS:
             del self._broken[next(iter(self._broken))]
         block_ids = self._loaded_block_ids.pop(request_id, None)
-        if block_ids is None:
-            return None
-        return actions.ReportReceive(report=Report(request_id=request_id, ok=False, block_ids=block_ids))
+        return None if block_ids is None else Report(request_id=request_id, ok=False, block_ids=block_ids)
 
     def is_broken(self, request_id: RequestId) -> bool:
         """Nothing remote is to be had for this request any more."""
