@@ -35,6 +35,11 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True):
     plane: Plane
 
 
+def rank_index(rank: RankLayout) -> int:
+    """A rank's place in the list of all ranks of its engine, pipeline stages outermost."""
+    return rank.pp_rank * rank.tp_size + rank.tp_rank
+
+
 def head_share(total_heads: int, *, tp_rank: int, tp_size: int) -> HeadShare:
     """Heads of one tensor-parallel rank.
 

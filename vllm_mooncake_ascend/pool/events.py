@@ -182,6 +182,10 @@ class ProbeEnded(_Event, frozen=True, kw_only=True):
     is_healthy: bool
 
 
+class StoreLost(_Event, frozen=True, kw_only=True):
+    """There is no client of the store: no call need find out how that is."""
+
+
 class TimerFired(_Event, frozen=True, kw_only=True):
     """The time that `next_timer()` named has come (or passed)."""
 
@@ -198,8 +202,19 @@ SchedulerEvent = Union[
     RequestEnded,
     PoolReset,
     ProbeEnded,
+    StoreLost,
     TimerFired,
 ]
 WorkerEvent = Union[
-    LoadPlanned, LoadRefused, LoadCancelled, GetEnded, SavePlanned, SaveRefused, PutEnded, FenceEnded, ProbeEnded, TimerFired
+    LoadPlanned,
+    LoadRefused,
+    LoadCancelled,
+    GetEnded,
+    SavePlanned,
+    SaveRefused,
+    PutEnded,
+    FenceEnded,
+    ProbeEnded,
+    StoreLost,
+    TimerFired,
 ]

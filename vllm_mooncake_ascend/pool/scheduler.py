@@ -68,6 +68,8 @@ class PoolScheduler:
             case events.ProbeEnded():
                 if not self._breaker.probed(now, is_healthy=event.is_healthy):
                     self._do(actions.Count(name=counters.EVENTS_IGNORED))
+            case events.StoreLost():
+                self._lost(now)
             case events.PoolReset():
                 self._reset(event.namespace, now)
             case events.TimerFired():
@@ -208,7 +210,7 @@ class PoolScheduler:
     # --- what parts tell each other -----------------------------------------------------------------------------------
 
     def _lost(self, now: float) -> None:
-        """A lookup found the store dead."""
+        """The store is dead, or there is no client of it."""
         if self._breaker.lost(now):
             self._lookups.shut()
             self._saves.forget()

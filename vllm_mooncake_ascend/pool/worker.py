@@ -59,6 +59,8 @@ class PoolWorker:
             case events.ProbeEnded():
                 if not self._breaker.probed(now, is_healthy=event.is_healthy):
                     self._do(actions.Count(name=counters.EVENTS_IGNORED))
+            case events.StoreLost():
+                self._heed(now, is_lost=True)
             case events.TimerFired():
                 pass
             case _:
@@ -121,7 +123,7 @@ class PoolWorker:
                 self._puts.refused(event, now)
 
     def _heed(self, now: float, *, is_lost: bool) -> None:
-        """A call showed the store dead: nothing more waits for it."""
+        """The store is dead: nothing more waits for it."""
         if is_lost and self._breaker.lost(now):
             self._gets.shut(now)
             self._puts.shut(now)
