@@ -45,7 +45,7 @@ oldest: setup ## the adapters against the oldest vLLM that is supported
 	@scripts/setup.sh --overlay $(OLDEST)
 	@PYTHONPATH=$(abspath $(VENV)/overlays/vllm-$(OLDEST)) $(PYTEST) -q tests/connector
 
-sim: setup ## the seeded simulation, SEEDS=100000 of them
+sim: setup ## the seeded simulations of a transfer and of the pool, SEEDS=100000 of each
 	@$(BIN)/python -m vllm_mooncake_ascend.testing.simulator --seeds $(SEEDS) --jobs 2
 
 contract: setup ## the contract suite on the in-memory engine and on real Mooncake

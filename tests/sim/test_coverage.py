@@ -1,12 +1,13 @@
 """Every move the laws allow is made in some simulated world, but for those named here, which have tests of their own.
 
-When a theme changes, other seeds make the rare moves: `python -m vllm_mooncake_ascend.testing.simulator --coverage --seeds
-8000` lists them.
+When a theme changes, other seeds make the rare moves: `python -m vllm_mooncake_ascend.testing.simulator --machines
+transfer --coverage --seeds 8000` lists them.
 """
 
 from __future__ import annotations
 
-from vllm_mooncake_ascend.testing.simulator.runner import Coverage, Move, run_seeds
+from vllm_mooncake_ascend.testing.seeds import Move
+from vllm_mooncake_ascend.testing.simulator.runner import Coverage, run_seeds
 
 RARE_SEEDS = (510, 588, 646, 654, 698, 709, 839, 911, 932, 1005, 1222, 1558, 1663, 1932, 2009)
 

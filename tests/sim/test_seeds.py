@@ -1,6 +1,6 @@
 """The unmodified machines come through every simulated world; a failing seed is printed with its violation.
 
-Replay one with `python -m vllm_mooncake_ascend.testing.simulator --trace --start SEED`.
+Replay one with `python -m vllm_mooncake_ascend.testing.simulator --machines transfer --trace --start SEED`.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ import dataclasses
 
 import pytest
 
-from vllm_mooncake_ascend.testing.simulator.__main__ import main
+from vllm_mooncake_ascend.testing.pool_simulator import runner as pool_runner
+from vllm_mooncake_ascend.testing.seeds import Failure, FirstFailure, Simulator, run_many
+from vllm_mooncake_ascend.testing.simulator.__main__ import SIMULATORS, main
 from vllm_mooncake_ascend.testing.simulator.plan import Accident
-from vllm_mooncake_ascend.testing.simulator.runner import explain, fails, run_many, run_seeds, shrink
+from vllm_mooncake_ascend.testing.simulator.runner import explain, fails, first_failure, run_seeds, shrunk
 from vllm_mooncake_ascend.testing.simulator.themes import THEMES, draw
 from vllm_mooncake_ascend.testing.simulator.world import Machines
 
@@ -35,15 +37,39 @@ def test_a_seed_is_one_world_for_ever() -> None:
 
 
 def test_the_command_line_tells_the_rate(capsys: pytest.CaptureFixture[str]) -> None:
-    """Goal: `make sim` says what it did. Method: a short run."""
+    """Goal: `make sim` says what it did, of both simulators. Method: a short run."""
     assert 0 == main(["--seeds", "5"])
 
-    assert "5 seeds from 0 clean" in capsys.readouterr().out
+    assert ["transfer: 5 seeds from 0 clean", "pool: 5 seeds from 0 clean"] == [
+        line.partition(",")[0] for line in capsys.readouterr().out.splitlines()
+    ]
 
 
-def test_many_seeds_run_in_several_processes() -> None:
+def test_the_command_line_tells_how_to_replay_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    """Goal: a failing seed can be looked at, and hides no other simulator's. Method: one that fails at seed 3, before a real
+    one; then the replay that it names."""
+    odd = Simulator(
+        name="odd",
+        first_failure=lambda seeds: Failure(3, "wrong") if 3 in seeds else None,
+        story=lambda seed: f"story of {seed}",
+        shrunk_story=lambda seed: f"less of {seed}",
+        coverage=lambda num_seeds: "",
+    )
+    assert 1 == main(["--seeds", "5"], (odd, *SIMULATORS))
+    told = capsys.readouterr().out
+    replay = next(line for line in told.splitlines() if line.startswith("replay: "))
+    assert "odd: seed 3 failed: wrong" in told
+    assert "less of 3" in told
+    assert "pool: 5 seeds from 0 clean" in told
+
+    assert 0 == main(replay.partition("simulator ")[2].split(), (odd, *SIMULATORS))
+    assert "story of 3\n" == capsys.readouterr().out
+
+
+@pytest.mark.parametrize("first", [first_failure, pool_runner.first_failure], ids=["transfer", "pool"])
+def test_many_seeds_run_in_several_processes(first: FirstFailure) -> None:
     """Goal: the command line's worker processes agree with one process. Method: a short run in two of them."""
-    assert None is run_many(0, 20, 2)
+    assert None is run_many(first, 0, 20, 2)
 
 
 def test_shrinking_leaves_out_what_a_failure_does_not_need() -> None:
@@ -53,7 +79,7 @@ def test_shrinking_leaves_out_what_a_failure_does_not_need() -> None:
     plan = dataclasses.replace(draw(10, "gentle"), accidents=needless)
     assert fails(plan, machines)
 
-    shrunk = shrink(plan, machines)
+    smallest = shrunk(plan, machines)
 
-    assert () == shrunk.accidents
-    assert 1 == len(shrunk.jobs)
+    assert () == smallest.accidents
+    assert 1 == len(smallest.jobs)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 
 from vllm_mooncake_ascend import limits
 from vllm_mooncake_ascend.layout.plane import GroupLayout
@@ -17,7 +17,7 @@ from vllm_mooncake_ascend.pool.scheduler import PoolScheduler
 from vllm_mooncake_ascend.pool.settings import PoolSettings, WorkerSettings
 from vllm_mooncake_ascend.pool.worker import PoolWorker
 from vllm_mooncake_ascend.testing.pool_simulator.engine import TOKENS_PER_BLOCK, Engine
-from vllm_mooncake_ascend.testing.pool_simulator.plan import Job, PoolPlan, draw
+from vllm_mooncake_ascend.testing.pool_simulator.plan import Job, PoolPlan
 from vllm_mooncake_ascend.testing.pool_simulator.store import Clock, SimulatedStore
 from vllm_mooncake_ascend.testing.pool_simulator.worker import SimulatedWorker
 
@@ -132,27 +132,3 @@ class World:
         if self._plan.is_gentle:
             untold = record.expected - {name for _, name in record.listener.believed}
             self.check(not untold, f"in the pool, and never told: {sorted(untold)[:3]}")
-
-
-def fails(plan: PoolPlan, machines: Machines, story: list[str] | None = None) -> str:
-    """What went wrong in the world of a plan, "" when nothing did. Any exception of a machine counts."""
-    try:
-        World(plan, machines, story).run()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def run_seeds(seeds: Iterable[int], machines: Machines | None = None, theme: str = "") -> Iterator[tuple[int, str]]:
-    """Seeds whose world went wrong, and how, as they come."""
-    for seed in seeds:
-        text = fails(draw(seed, theme), machines or Machines())
-        if text:
-            yield seed, text
-
-
-def explain(plan: PoolPlan, machines: Machines | None = None) -> str:
-    """A plan and all that its scheduler met, for a person."""
-    story: list[str] = []
-    text = fails(plan, machines or Machines(), story)
-    return "\n".join([f"plan: {plan}", *story, f"failed: {text}"])
