@@ -10,9 +10,12 @@ from typing import Any
 
 from vllm_mooncake_ascend._version import __version__
 
-_CONNECTORS = {"MooncakeConnectorV1": "vllm_mooncake_ascend.connectors.p2p"}
+_CONNECTORS = {
+    "MooncakeConnectorV1": "vllm_mooncake_ascend.connectors.p2p",
+    "MooncakeStoreConnectorV1": "vllm_mooncake_ascend.connectors.pool",
+}
 
-__all__ = ["MooncakeConnectorV1", "__version__"]
+__all__ = ["MooncakeConnectorV1", "MooncakeStoreConnectorV1", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

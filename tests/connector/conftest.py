@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,3 +38,36 @@ def make_engine(process_groups: None) -> Iterator[Callable[..., Any]]:
     yield make
     for engine in engines:
         engine.close()
+
+
+@pytest.fixture(scope="module")
+def pool_master() -> Iterator[Any]:
+    """A master of this module's tests alone."""
+    pytest.importorskip("mooncake")
+    from vllm_mooncake_ascend.testing.pool_master import PoolMaster
+
+    master = PoolMaster()
+    yield master
+    master.end()
+
+
+def pool_options(master: Any, *, tenant: str) -> dict[str, Any]:
+    """Of a hand engine that shares a pool with those of the same tenant."""
+    return {
+        "connector": "MooncakeStoreConnectorV1",
+        "master_address": master.address,
+        "segment_bytes": "64MB",
+        "tenant": tenant,
+        "lookup_wait_ms": 2000,
+    }
+
+
+@pytest.fixture
+def make_pool_engine(make_engine: Callable[..., Any], pool_master: Any) -> Callable[..., Any]:
+    """Makes hand engines that share a pool with those of the same test."""
+    tenant = uuid.uuid4().hex
+
+    def make(role: str = "kv_both", **options: Any) -> Any:
+        return make_engine(role, **{**pool_options(pool_master, tenant=tenant), **options})
+
+    return make

@@ -37,6 +37,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 BLOCK = 32
 LAYERS = ("model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn")
 HEADS, DIM = 2, 64
+_HOST_KEYS = {"MooncakeConnectorV1": "side_channel_host", "MooncakeStoreConnectorV1": "transfer_host"}
 _ids = itertools.count()
 
 
@@ -63,13 +64,14 @@ class HandEngine:
         chunk: int = 512,
         tensor_parallel: int = 1,
         prefix_caching: bool = True,
+        connector: str = "MooncakeConnectorV1",
         **extra: Any,
     ) -> None:
         transfer = KVTransferConfig(
-            kv_connector="MooncakeConnectorV1",
+            kv_connector=connector,
             kv_connector_module_path="vllm_mooncake_ascend",
             kv_role=role,
-            kv_connector_extra_config={"side_channel_host": "127.0.0.1", "tame_queue_spin": False, **extra},
+            kv_connector_extra_config={_HOST_KEYS[connector]: "127.0.0.1", "tame_queue_spin": False, **extra},
         )
         self.config = EngineArgs(
             model=model,
@@ -106,6 +108,7 @@ class HandEngine:
         """Requests whose KV came from another engine."""
         self.not_loaded: set[str] = set()
         """Requests whose load failed after vLLM had given it blocks."""
+        self._counts: dict[str, float] = collections.defaultdict(float)
         self.free_at_start = self.num_free_blocks
         self.steps: collections.deque[Any] = collections.deque()
 
@@ -166,6 +169,7 @@ class HandEngine:
         result = self._aggregator.aggregate(results)
         self._note_loads(result.kv_connector_output)
         for outputs in self.scheduler.update_from_output(output, result).values():
+            self._count(outputs.scheduler_stats)
             for one in outputs.outputs:
                 self.tokens[one.request_id].extend(one.new_token_ids)
                 if one.finish_reason is not None:
@@ -210,10 +214,19 @@ class HandEngine:
             for index in range(num_tokens)
         )
 
+    def take_count(self, name: str) -> float:
+        """What was added to a counter of ours since this was asked last."""
+        return self._counts.pop(name, 0.0)
+
     def close(self) -> None:
         self.scheduler.shutdown()
         for worker in self.workers:
             worker.shutdown()
+
+    def _count(self, scheduler_stats: Any) -> None:
+        data = getattr(scheduler_stats, "kv_connector_stats", None) or {}
+        for name, series in data.get("counters", {}).items():
+            self._counts[name] += sum(series.values())
 
     def _note_loads(self, kv_output: KVConnectorOutput) -> None:
         received = kv_output.finished_recving or set()

@@ -5,6 +5,7 @@ After every test each engine has all its blocks back and nothing of ours left (`
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -40,7 +41,7 @@ def settle(*engines: Any) -> None:
             engine.run_until(request_id)
         if all(engine.num_free_blocks == engine.free_at_start for engine in engines):
             break
-        engines[0].connector._scheduling._shell.wait(0.01)
+        time.sleep(0.01)
     assert [engine.free_at_start for engine in engines] == [engine.num_free_blocks for engine in engines]
 
 

@@ -54,11 +54,11 @@ def _weights_identity(model: str, revision: str | None) -> str:
         return f"{model}@{revision}"
     digest = hashlib.sha256()
     for file in files:
-        digest.update(_file_identity(file))
+        digest.update(file_identity(file))
     return digest.hexdigest()[:32]
 
 
-def _file_identity(file: Path) -> bytes:
+def file_identity(file: Path) -> bytes:
     """Size, safetensors header (its length stands in the first eight bytes, little-endian) and samples of the data."""
     size_bytes = file.stat().st_size
     digest = hashlib.sha256(size_bytes.to_bytes(8, "little"))

@@ -7,8 +7,11 @@ from typing import Any
 
 from vllm_mooncake_ascend.config import P2PConfig, parse_p2p
 from vllm_mooncake_ascend.connectors import connector, device
+from vllm_mooncake_ascend.connectors.combined import CombinedSchedulerSide, CombinedWorkerSide
 from vllm_mooncake_ascend.connectors.p2p_scheduler_side import P2PSchedulerSide
 from vllm_mooncake_ascend.connectors.p2p_worker_side import P2PWorkerSide
+from vllm_mooncake_ascend.connectors.pool_scheduler_side import PoolSchedulerSide
+from vllm_mooncake_ascend.connectors.pool_worker_side import PoolWorkerSide
 
 
 class MooncakeConnectorV1(connector.MooncakeConnector):
@@ -27,8 +30,12 @@ class MooncakeConnectorV1(connector.MooncakeConnector):
         connector.tell_warnings(warnings)
         return self._config
 
-    def _make_scheduler_side(self, vllm_config: Any, kv_cache_config: Any) -> connector.SchedulerSide:  # noqa: ARG002
-        return P2PSchedulerSide(vllm_config, self._config, wake=self._pacer.wake)
+    def _make_scheduler_side(self, vllm_config: Any, kv_cache_config: Any) -> connector.SchedulerSide:
+        p2p, pool = P2PSchedulerSide(vllm_config, self._config, wake=self._pacer.wake), self._config.pool
+        if pool is None:
+            return p2p
+        return CombinedSchedulerSide(p2p, PoolSchedulerSide(vllm_config, kv_cache_config, pool, wake=self._pacer.wake))
 
     def _make_worker_side(self, vllm_config: Any, kv_cache_config: Any) -> connector.WorkerSide:
-        return P2PWorkerSide(vllm_config, kv_cache_config, self._config)
+        p2p, pool = P2PWorkerSide(vllm_config, kv_cache_config, self._config), self._config.pool
+        return p2p if pool is None else CombinedWorkerSide(p2p, PoolWorkerSide(vllm_config, kv_cache_config, pool))

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import logging
 
-_NAME = "MooncakeConnectorV1"
-_MODULE = "vllm_mooncake_ascend.connectors.p2p"
+_CONNECTORS = {
+    "MooncakeConnectorV1": "vllm_mooncake_ascend.connectors.p2p",
+    "MooncakeStoreConnectorV1": "vllm_mooncake_ascend.connectors.pool",
+}
 
 
 def register() -> None:
     """Register the connectors with vLLM's factory; idempotent, never over another's registration."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    if _NAME in KVConnectorFactory._registry:
-        logging.getLogger(__name__).debug("connector name is taken, left as it is: name=%s", _NAME)
-        return
-    KVConnectorFactory.register_connector(_NAME, _MODULE, _NAME)
+    for name, module in _CONNECTORS.items():
+        if name in KVConnectorFactory._registry:
+            logging.getLogger(__name__).debug("connector name is taken, left as it is: name=%s", name)
+        else:
+            KVConnectorFactory.register_connector(name, module, name)

@@ -56,6 +56,13 @@ def prompt_digest(request: Any) -> bytes:
     return digest.digest()
 
 
+def may_use_cached(request: Any) -> bool:
+    """Whether KV of somebody else may stand in for computing: not where every token's log probabilities are wanted, and not
+    for the stand-in of a request that its API server has refused (0.30+)."""
+    skips = bool(getattr(request, "skip_reading_prefix_cache", False))
+    return not skips and not getattr(request, "abort_immediately", False)
+
+
 def num_prompt_tokens(request: Any) -> int:
     return int(request.num_prompt_tokens)
 

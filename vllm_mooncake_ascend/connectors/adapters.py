@@ -1,0 +1,72 @@
+"""LoRA adapters as part of a prompt's identity: by what they contain, not by what they are called.
+
+vLLM's block hashes name an adapter, in newer versions also its folder. On two engines one name, or one path, may stand for
+two adapters, and the KV of one must never be taken for that of the other. So the hashes of a request with an adapter are
+salted with a digest of the adapter's files before they go anywhere.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, overload
+
+from vllm_mooncake_ascend.connectors.identity import file_identity
+
+_CONTENT = ("*.safetensors", "*.bin", "*.pt", "adapter_config.json")
+
+
+class SaltedHashes(Sequence[bytes]):
+    """vLLM's live list of block hashes, each salted when it is read; grows with the list."""
+
+    def __init__(self, hashes: Sequence[bytes], salt: bytes) -> None:
+        self._hashes = hashes
+        self._salt = salt
+
+    def __len__(self) -> int:
+        return len(self._hashes)
+
+    @overload
+    def __getitem__(self, index: int) -> bytes: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[bytes]: ...
+
+    def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
+        if isinstance(index, slice):
+            return [self._salted(one) for one in self._hashes[index]]
+        return self._salted(self._hashes[index])
+
+    def _salted(self, block_hash: bytes) -> bytes:
+        return hashlib.sha256(self._salt + block_hash).digest()
+
+
+def pool_hashes(request: Any) -> Sequence[bytes] | None:
+    """The request's block hashes as the pool may use them; None: what its adapter contains cannot be told."""
+    lora = getattr(request, "lora_request", None)
+    hashes: Sequence[bytes] = request.block_hashes
+    if lora is None:
+        return hashes
+    salt = adapter_digest(str(lora.lora_path))
+    return None if salt is None else SaltedHashes(hashes, salt)
+
+
+@functools.lru_cache(maxsize=1024)
+def adapter_digest(folder: str) -> bytes | None:
+    """SHA-256 over the adapter's files (as `identity` has weight files); None where there are none, or they cannot be read.
+
+    Looked at once a process and path: vLLM, too, loads an adapter once.
+    """
+    root = Path(folder)
+    try:
+        files = sorted(file for pattern in _CONTENT for file in root.glob(pattern)) if root.is_dir() else []
+        if not files:
+            return None
+        digest = hashlib.sha256()
+        for file in files:
+            digest.update(file.name.encode() + b"\0" + file_identity(file))
+        return digest.digest()
+    except OSError:
+        return None
