@@ -130,7 +130,7 @@ def free_port() -> Callable[[], int]:
 @pytest.fixture(scope="module")
 def _fat(start_for_module: Start, free_port: Callable[[], int]) -> EnginePair:
     size = {"num_gpu_blocks_override": 100, "max_model_len": 2048}
-    lease = {"lease_ttl_s": FAT_LEASE_TTL_S, "side_channel_port": free_port()}
+    lease = {"lease_ttl_s": FAT_LEASE_TTL_S, "side_channel_port": free_port(), "max_pinned_ratio": 0.9}
     engines = [
         start_for_module("fat-prefill", FAT, "kv_producer", extra=lease, **size),
         start_for_module("fat-decode", FAT, "kv_consumer", **size),
