@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from vllm_mooncake_ascend.devices.cpu import CpuDevice
-from vllm_mooncake_ascend.engines.base import KVStore
+from vllm_mooncake_ascend.engines.base import KVStore, StoreHealth
 from vllm_mooncake_ascend.layout.plane import GroupLayout, Plane, RankLayout
 from vllm_mooncake_ascend.planner.pool_keys import shards
 from vllm_mooncake_ascend.pool import actions, events
@@ -77,6 +77,7 @@ class Engine:
     Args:
         make_store: a client that lends so many bytes; one for the scheduler, then one for each worker.
         total_heads: fewer than `tp_size`: all ranks hold the same bytes.
+        close_wait_s: how long a worker's store waits for calls under way when it is closed.
         settings: other than usual ones of the scheduler's or the workers' machines.
     """
 
@@ -89,6 +90,7 @@ class Engine:
         total_heads: int = 1,
         is_strict: bool = True,
         device: BindsThread | None = None,
+        close_wait_s: float = WAIT_S,
         **settings: Any,
     ) -> None:
         num_bytes = 2 * NUM_BLOCKS * BLOCK_BYTES
@@ -121,7 +123,7 @@ class Engine:
             wake=self.news.set,
         )
         self.scheduler.start()
-        self.stores = [HeldStore(make_store(1 << 20)) for _ in layouts]
+        self.stores = [HeldStore(make_store(1 << 20), close_wait_s=close_wait_s) for _ in layouts]
         self.workers = [
             PoolWorkerShell(
                 settings=WorkerSettings(), store=store, device=device or CpuDevice(), layout=layout, is_strict=is_strict
@@ -223,6 +225,12 @@ class Engine:
             self.workers[0].wait(0.005)
             self.step()
 
+    def step_until_usable(self) -> None:
+        """Until scheduler and workers have made their way back to the pool."""
+        stores = (self.scheduler_store, *self.stores)
+        self.step_until(lambda: all(store.health() is StoreHealth.CONNECTED for store in stores))
+        self.step_until(lambda: all(shell.is_usable for shell in (self.scheduler, *self.workers)))
+
     @property
     def num_pinned(self) -> int:
         """Blocks with a reference of ours."""
@@ -234,7 +242,7 @@ class Engine:
         """A request computes its prompt into these blocks, and ends when all is saved, or given up."""
         request_id = self.arrive(name, names, may_load=False)
         self.computed(request_id, block_ids)
-        self.step_until(lambda: self.num_pinned == 0)
+        self.step_until(lambda: not any(self.pins[block_id] for block_id in block_ids))
         self.end(request_id)
 
     def load(self, name: str, names: Sequence[bytes], block_ids: Sequence[int]) -> Report | None:

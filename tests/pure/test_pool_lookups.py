@@ -158,6 +158,16 @@ def test_a_call_that_is_overdue_is_a_sign() -> None:
     assert stage.machine.is_breaker_open
 
 
+def test_without_a_client_nobody_is_asked() -> None:
+    """Goal: an engine that started without the pool loses no time on it. Method: StoreLost, then a request."""
+    stage = SchedulerStage()
+
+    assert [] == stage.feed(events.StoreLost())
+    assert [] == stage.arrive()
+    assert 0 == stage.ask()
+    assert [actions.ProbeStore()] == stage.wait(limits.STORE_PROBE_S)
+
+
 def test_the_breaker_closes_after_healthy_probes_in_a_row() -> None:
     """Goal: hits come back by themselves. Method: healthy, sick, healthy, healthy; then a request is looked up."""
     stage = SchedulerStage()

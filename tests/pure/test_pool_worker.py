@@ -24,6 +24,19 @@ def cancel(stage: WorkerStage, load_id: int = 1) -> list[object]:
     return stage.feed(events.LoadCancelled(load_id=load_id))
 
 
+def test_without_a_client_no_call_is_made_until_a_probe_says_so() -> None:
+    """Goal: what the shell knows need not be found out by a call. Method: StoreLost; a load; two healthy probes; a load."""
+    stage = WorkerStage()
+
+    assert [] == stage.feed(events.StoreLost())
+    (refused,) = stage.plan_load()
+    for _ in range(limits.PROBES_TO_CLOSE):
+        assert [actions.ProbeStore()] == stage.wait(stage.now + limits.STORE_PROBE_S)
+        stage.feed(events.ProbeEnded(is_healthy=True))
+    assert (REFUSED, counters.STORE_LOST) == (refused.ended.outcome, refused.ended.reason)
+    assert [get(2)] == stage.plan_load(load_id=2)
+
+
 # --- gets ------------------------------------------------------------------------------------------------------------------
 
 

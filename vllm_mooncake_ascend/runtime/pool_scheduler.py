@@ -174,6 +174,12 @@ class PoolSchedulerShell:
             return len(self._unreported.owed) if self._driver.has_failed else self._machine.num_waiting
 
     @property
+    def is_usable(self) -> bool:
+        """The store is asked: it is not taken for dead, and nothing here has failed."""
+        with self._driver.lock:
+            return not (self._driver.has_failed or self._machine.is_breaker_open)
+
+    @property
     def num_saves(self) -> int:
         """Saves whose end the workers have not told, or whose blocks must be kept all the same."""
         return 0 if self._driver.has_failed else self._machine.num_saves

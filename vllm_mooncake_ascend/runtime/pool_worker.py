@@ -136,6 +136,12 @@ class PoolWorkerShell:
         """Whether `take_results` has something: now, or within `timeout_s`."""
         return self._ended.wait(timeout_s)
 
+    @property
+    def is_usable(self) -> bool:
+        """Calls are made: the store is not taken for dead, and nothing here has failed."""
+        with self._driver.lock:
+            return not (self._end_reason or self._machine.is_breaker_open)
+
     def take_stats(self) -> dict[str, Any]:
         """What happened since the last call, as `metrics.stats` has it; empty when nothing did."""
         return self._driver.take_stats(self._gauges)
