@@ -320,5 +320,9 @@ def _make_scheduler(kind: type, config: Any, cache_config: KVCacheConfig) -> Any
 def offline() -> None:
     """No hub, one thread, broken invariants raised: what every test process of real engines sets before vLLM is imported."""
     os.environ.update(
-        HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_MOONCAKE_ASCEND_STRICT="1"
+        HF_HUB_OFFLINE="1",
+        OMP_NUM_THREADS="1",
+        VLLM_CPU_OMP_THREADS_BIND="nobind",
+        VLLM_MOONCAKE_ASCEND_STRICT="1",
+        PYTHONHASHSEED="0",
     )

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, overload
 
 from vllm_mooncake_ascend.connectors.identity import file_identity
+
+logger = logging.getLogger(__name__)
 
 _CONTENT = ("*.safetensors", "*.bin", "*.pt", "adapter_config.json")
 
@@ -55,18 +58,21 @@ def pool_hashes(request: Any) -> Sequence[bytes] | None:
 
 @functools.lru_cache(maxsize=1024)
 def adapter_digest(folder: str) -> bytes | None:
-    """SHA-256 over the adapter's files (as `identity` has weight files); None where there are none, or they cannot be read.
+    """SHA-256 over the adapter's files (as `identity` has weight files); None where it is no folder with such files, told once.
 
     Looked at once a process and path: vLLM, too, loads an adapter once.
     """
     root = Path(folder)
     try:
         files = sorted(file for pattern in _CONTENT for file in root.glob(pattern)) if root.is_dir() else []
-        if not files:
-            return None
         digest = hashlib.sha256()
         for file in files:
             digest.update(file.name.encode() + b"\0" + file_identity(file))
+    except OSError as error:
+        files, reason = [], str(error)
+    else:
+        reason = "it is no folder with adapter files"
+    if files:
         return digest.digest()
-    except OSError:
-        return None
+    logger.warning("what a LoRA adapter contains cannot be told, so its KV is not pooled: path=%s reason=%s", folder, reason)
+    return None

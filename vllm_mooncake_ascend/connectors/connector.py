@@ -26,6 +26,7 @@ from vllm_mooncake_ascend.connectors.envelopes import Handshake, StepMetadata, W
 from vllm_mooncake_ascend.connectors.pacing import Pacer
 from vllm_mooncake_ascend.connectors.reports import StepReports, step_reports
 from vllm_mooncake_ascend.connectors.stats import ConnectorStats, PromMetrics
+from vllm_mooncake_ascend.errors import ConfigError
 from vllm_mooncake_ascend.layout.plane import RankLayout
 
 if TYPE_CHECKING:
@@ -182,9 +183,18 @@ class MooncakeConnector(KVConnectorBase_V1, SupportsHMA):
         self.set_xfer_handshake_metadata_pp_aware({(0, tp_rank): found for tp_rank, found in metadata.items()})
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]) -> None:
+        """Under vLLM's MultiConnector the workers send the first child's alone.
+
+        Raises:
+            ConfigError: it is of a connector that is not ours, or does not do for this one.
+        """
         ranks = []
         for _, handshake in sorted(metadata.items()):
-            assert isinstance(handshake, Handshake)
+            if not isinstance(handshake, Handshake):
+                raise ConfigError(
+                    f"{type(self).__name__} was given the handshake of another connector ({type(handshake).__module__}); in a "
+                    "MultiConnector put it first"
+                )
             ranks.append(msgspec.msgpack.decode(handshake.layout, type=RankLayout))
         self._scheduling.start(tuple(ranks))
 

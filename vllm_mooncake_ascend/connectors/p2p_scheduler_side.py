@@ -16,7 +16,7 @@ from vllm_mooncake_ascend.connectors import identity, queue_spin, requests, vers
 from vllm_mooncake_ascend.connectors.device import device_type
 from vllm_mooncake_ascend.connectors.envelopes import StepMetadata, WorkerMetadata
 from vllm_mooncake_ascend.connectors.versions import HAS_FAILED_RECEIVES, BlockPins
-from vllm_mooncake_ascend.errors import RemoteProtocolError
+from vllm_mooncake_ascend.errors import ConfigError, RemoteProtocolError
 from vllm_mooncake_ascend.layout import blocks, compatibility
 from vllm_mooncake_ascend.layout.plane import GroupLayout, RankLayout
 from vllm_mooncake_ascend.p2p import actions, events
@@ -63,7 +63,16 @@ class P2PSchedulerSide:
         return self._pins
 
     def start(self, ranks: tuple[RankLayout, ...]) -> None:
-        """Open the side channel. Called once, after all workers registered their memory, before the first request."""
+        """Open the side channel. Called once, after all workers registered their memory, before the first request.
+
+        Raises:
+            ConfigError: nobody could read this memory, or the address cannot be listened on.
+        """
+        if not all(rank.session for rank in ranks):
+            raise ConfigError(
+                "MooncakeConnectorV1 was given the handshake of MooncakeStoreConnectorV1; in a MultiConnector put "
+                "MooncakeConnectorV1 first, or use it alone with prefix_pooling"
+            )
         self._groups = ranks[0].groups
         fingerprint = compatibility.fingerprint(
             identity.cache_identity(self._vllm_config, device_type()), ranks, protocol_version=PROTOCOL_VERSION

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from vllm_mooncake_ascend import limits
+from vllm_mooncake_ascend.connectors import adapters
 from vllm_mooncake_ascend.errors import RemoteProtocolError
 from vllm_mooncake_ascend.types import RequestId
 from vllm_mooncake_ascend.wire import params
@@ -87,7 +88,8 @@ def _extra_keys(request: Any) -> list[str]:
     keys = []
     lora = getattr(request, "lora_request", None)
     if lora is not None:
-        keys.append(f"lora:{lora.lora_name}")
+        content = adapters.adapter_digest(str(lora.lora_path))
+        keys.append(f"lora:{lora.lora_name}:{lora.lora_path if content is None else content.hex()}")
     salt = getattr(request, "cache_salt", None)
     if salt:
         keys.append(f"salt:{salt}")
