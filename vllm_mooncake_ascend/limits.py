@@ -154,7 +154,7 @@ under way, another one that the fence had to wait for, the fence, and the way ba
 SAVE_WAIT_S = 30.0
 """A save that did not get its turn within this is dropped: its blocks are wanted back."""
 MAX_QUEUED_SAVE_BLOCKS = 4_096
-"""Blocks of saves waiting in one worker; the oldest saves are dropped first. Half a million tokens of 128 a block."""
+"""Blocks of saves that wait behind another in a worker; the oldest are dropped first. Half a million tokens of 128 a block."""
 MAX_SAVED_RATIO = 0.25
 """Share of an engine's KV blocks that saves may hold; beyond it nothing is saved until some have ended."""
 FULL_RETRY_S = 0.05

@@ -261,6 +261,13 @@ def test_a_save_too_large_for_the_queue_is_dropped_itself() -> None:
     assert [(2, REFUSED, counters.DROPPED)] == ends(stage.plan_save(2, chain=2, calls=(5,)))
 
 
+def test_a_save_of_any_size_is_put_when_none_is_ahead_of_it() -> None:
+    """Goal: a long prompt that the local cache had before the pool came is saved. Method: five blocks, room for four."""
+    stage = WorkerStage(max_queued_blocks=4)
+
+    assert [put()] == stage.plan_save(1, calls=(5,))
+
+
 def test_a_full_store_is_tried_once_more() -> None:
     """Goal: a store that evicts in the background loses us nothing. Method: full, a moment later taken."""
     stage = WorkerStage()

@@ -16,6 +16,7 @@ from vllm_mooncake_ascend.testing.seeds import Move
 
 NUM_SEEDS = 30
 RARE_SEEDS = (
+    ("wild", 43),
     ("wild", 199),
     ("dead", 314),
     ("slow", 78),

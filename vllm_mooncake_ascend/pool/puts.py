@@ -185,10 +185,11 @@ class Puts:
         return counters.FULL if now < self._paused_until_s else ""
 
     def _make_room(self, now: float) -> None:
-        """The oldest that wait go first."""
-        while self.num_queued_blocks > self._settings.max_queued_blocks:
-            oldest = next(save for save in self._saves.values() if save.state is PutState.QUEUED)
-            self._stop(oldest, counters.DROPPED, now)
+        """Of those that wait behind another the oldest go first. One whose turn is next waits for nothing, however large."""
+        behind = list(self._saves.values())[1:]
+        while sum(sum(save.calls) for save in behind) > self._settings.max_queued_blocks:
+            self._stop(behind[0], counters.DROPPED, now)
+            behind = list(self._saves.values())[1:]
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
