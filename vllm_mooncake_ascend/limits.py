@@ -124,7 +124,10 @@ SEGMENT_MAX_BYTES = 16 << 40
 MAX_REPLICAS = 16
 """Copies of one object that may be asked for."""
 LOOKUP_WAIT_S = 0.005
-"""How long a request may be held back for its lookup; then it counts as a miss. A lookup of 1,000 keys takes 1.5 ms."""
+"""How long a request may be held back for its lookup; then it counts as a miss."""
+LOOKUP_WAIT_PER_BLOCK_S = 10e-6
+"""Added to that for each block that is asked for: in a busy process 1,000 take 6 ms from arrival to answer, and the longer a
+prompt, the more there is to gain. 128k tokens at 128 a block may so wait 15 ms."""
 LOOKUP_OVERDUE_S = 1.0
 """A lookup without an answer for this long is the sign of a dead master, whose calls take 4 to 30 s to say so."""
 MAX_LOOKUPS_AT_ONCE = 2

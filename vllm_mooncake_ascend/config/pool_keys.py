@@ -89,7 +89,8 @@ POOL_KEYS = (
         default=limits.LOOKUP_WAIT_S * 1e3,
         lowest=0,
         highest=10_000,
-        meaning="How long a request may be held back for its lookup, in all; then it counts as a miss.",
+        meaning="How long a request may be held back for its lookup, and 10 us longer for each block it asks for; then it is a "
+        "miss. 0: never.",
     ),
     Key(
         name="load_wait_s",

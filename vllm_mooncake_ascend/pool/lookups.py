@@ -1,7 +1,7 @@
 """Lookups: how much of each request's prompt is in the pool. A part of the scheduler's machine.
 
-A lookup starts when its request arrives, so that most are over before vLLM asks. vLLM is held back for `lookup_wait_s` at
-most, counted from its first question; then the request counts as a miss, and the answer comes too late. An answer is kept
+A lookup starts when its request arrives, so that most are over before vLLM asks. vLLM is held back for a bounded time,
+counted from its first question; then the request counts as a miss, and the answer comes too late. An answer is kept
 until the request is admitted, but only as long as the store's object lease makes it true; an older one is asked for anew.
 States of a lookup:
 
@@ -193,7 +193,8 @@ class Lookups:
             self._move(lookup, LookupInput.TRIED, lookup.state)
         if lookup.state in (LookupState.QUEUED, LookupState.RUNNING) and request_id not in self._awaited:
             self._awaited.add(request_id)
-            self._timers.set(request_id, now + self._settings.lookup_wait_s)
+            bound_s = self._settings.lookup_bound_s(lookup.limit_token - lookup.first_token)
+            self._timers.set(request_id, now + bound_s)
 
     def failed(self, request_id: RequestId) -> None:
         """A load of this request failed, or was not what vLLM allocated."""

@@ -27,7 +27,7 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Somebody listens to KV events: say which blocks are in the pool, and which are not any more."""
     min_hit_tokens: int = limits.MIN_HIT_TOKENS
     lookup_wait_s: float = limits.LOOKUP_WAIT_S
-    """How long vLLM is made to wait for one request's lookup, in all."""
+    """How long vLLM is made to wait for a lookup, and LOOKUP_WAIT_PER_BLOCK_S longer for each block; 0: never."""
     load_wait_s: float = limits.LOAD_WAIT_S
     """After this a request computes what has not come."""
     object_lease_s: float = limits.OBJECT_LEASE_S
@@ -41,6 +41,13 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
         assert self.max_saved_blocks >= 0
         assert self.lookup_wait_s >= 0
         assert 0 < self.load_wait_s < self.object_lease_s, "what a lookup found must outlive the load"
+
+    def lookup_bound_s(self, num_tokens: int) -> float:
+        """How long vLLM is made to wait for one lookup of so many tokens."""
+        if self.lookup_wait_s == 0:
+            return 0.0
+        block_tokens = min(group.tokens_per_block for group in self.groups)
+        return self.lookup_wait_s + limits.LOOKUP_WAIT_PER_BLOCK_S * (num_tokens // block_tokens)
 
     @property
     def memo_s(self) -> float:

@@ -205,11 +205,13 @@ class Engine:
         self.feed(event)
 
     def _hold_back(self, request: Request, *, is_held: bool) -> None:
-        """Time that a lookup costs: `lookup_wait_s` a lookup, and a step to notice."""
+        """Time that a lookup costs: the bound for its tokens, and a step to notice."""
         if request.held_since_s is not None:
             request.held_s += self._clock.now - request.held_since_s
         request.held_since_s = self._clock.now if is_held else None
-        bound_s = limits.MAX_LOOKUPS_PER_REQUEST * (self._settings.lookup_wait_s + 2 * STEP_S)
+        bound_s = limits.MAX_LOOKUPS_PER_REQUEST * (
+            self._settings.lookup_bound_s(len(request.hashes) * TOKENS_PER_BLOCK) + 2 * STEP_S
+        )
         self._check(request.held_s <= bound_s, f"{request.request_id} was held back {request.held_s:.3f} s for its lookup")
 
     def _compute(self, request: Request) -> None:
