@@ -1,0 +1,56 @@
+"""vLLM's message queue, tamed: its readers find what they were not woken for."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+shm_broadcast = pytest.importorskip("vllm.distributed.device_communicators.shm_broadcast")
+
+from vllm_mooncake_ascend.connectors import queue_spin  # noqa: E402
+
+FAR_BELOW_VLLMS_OWN_S = 1.0
+"""vLLM's reader looks again after 5 s (0.32), or never (0.27)."""
+
+
+@pytest.fixture
+def queue() -> Iterator[tuple[object, object]]:
+    """Both ends of one queue of vLLM, in this process."""
+    writer = shm_broadcast.MessageQueue(n_reader=1, n_local_reader=1)
+    reader = shm_broadcast.MessageQueue.create_from_handle(writer.export_handle(), 0)
+    ready = threading.Thread(target=writer.wait_until_ready)
+    ready.start()
+    reader.wait_until_ready()
+    ready.join()
+    yield writer, reader
+    for end in (reader, writer):
+        end.shutdown()
+
+
+def test_a_reader_finds_what_it_was_not_woken_for(queue: tuple[object, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader has gone to poll when a message comes whose notification is lost."""
+    writer, reader = queue
+    assert queue_spin.tame() >= 1
+    monkeypatch.setattr(writer._spin_condition, "notify", lambda: None)
+    began_s = time.monotonic()
+    late = threading.Timer(0.05, writer.enqueue, ("news",))
+    late.start()
+    assert "news" == reader.dequeue(timeout=30)
+    assert time.monotonic() - began_s < FAR_BELOW_VLLMS_OWN_S
+    late.join()
+
+
+def test_a_tamed_reader_still_times_out(queue: tuple[object, object]) -> None:
+    """Nothing comes: the reader's own deadline counts, not the short poll. Taming twice changes nothing."""
+    _, reader = queue
+    queue_spin.tame()
+    wait = reader._spin_condition.wait
+    queue_spin.tame()
+    assert wait is reader._spin_condition.wait
+    began_s = time.monotonic()
+    with pytest.raises(TimeoutError):
+        reader.dequeue(timeout=0.2)
+    assert 0.2 <= time.monotonic() - began_s < FAR_BELOW_VLLMS_OWN_S
