@@ -192,12 +192,14 @@ class PoolScheduler:
         for group_index, group in enumerate(self._settings.groups):
             ratio = group.tokens_per_block // self._settings.hash_tokens
             span = loaded_positions(group, first_token, end_token)
-            hashes = group_hashes(entry.hashes[span.start * ratio : span.stop * ratio], ratio)
-            pairs = zip(block_ids[group_index][span.start : span.stop], hashes, strict=True)
-            needed = [one for one in pairs if one[0] != NULL_BLOCK]
-            if needed:
-                ids, names = zip(*needed, strict=True)
-                wanted.append(GroupBlocks(group_index=group_index, block_ids=ids, hashes=names))
+            hashes = tuple(group_hashes(entry.hashes[span.start * ratio : span.stop * ratio], ratio))
+            ids = block_ids[group_index][span.start : span.stop]
+            assert len(ids) == len(hashes), "vLLM has a hash and a block for each position that was offered"
+            if NULL_BLOCK in ids:  # seldom, and long prompts have thousands of blocks
+                needed = [one for one in zip(ids, hashes, strict=True) if one[0] != NULL_BLOCK]
+                ids, hashes = tuple(one[0] for one in needed), tuple(one[1] for one in needed)
+            if ids:
+                wanted.append(GroupBlocks(group_index=group_index, block_ids=ids, hashes=hashes))
         return tuple(wanted)
 
     def _computed(self, event: events.ChunkComputed, now: float) -> None:
