@@ -53,4 +53,5 @@ def test_a_tamed_reader_still_times_out(queue: tuple[object, object]) -> None:
     began_s = time.monotonic()
     with pytest.raises(TimeoutError):
         reader.dequeue(timeout=0.2)
-    assert 0.2 <= time.monotonic() - began_s < FAR_BELOW_VLLMS_OWN_S
+    # vLLM rounds what is left down to whole milliseconds.
+    assert 0.19 < time.monotonic() - began_s < FAR_BELOW_VLLMS_OWN_S
