@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -11,10 +12,12 @@ import pytest
 from aiohttp import web
 from rich.console import Console
 
-from vllm_mooncake_ascend.cli import demo, demo_report
+from vllm_mooncake_ascend.cli import demo, demo_pool_report, demo_report
 from vllm_mooncake_ascend.cli.demo_client import Answer, RequestFailed, ask, new_session, read_metrics
-from vllm_mooncake_ascend.cli.demo_prompts import BATCHES, DemoPrompt
+from vllm_mooncake_ascend.cli.demo_pool_report import Loaded, PoolRow, row_of
+from vllm_mooncake_ascend.cli.demo_prompts import BATCHES, SCENARIOS, DemoPrompt
 from vllm_mooncake_ascend.cli.demo_report import Moved, Report, Row
+from vllm_mooncake_ascend.metrics import names
 
 PROMPT = DemoPrompt(name="one", chat=True, stream=False, text="Hello?")
 STREAMED = DemoPrompt(name="two", chat=False, stream=True, text="Once")
@@ -134,8 +137,15 @@ def one_row(**changes: object) -> Row:
     return demo_report.rows_of([PROMPT], **arguments, bytes_per_block=1500)[0]
 
 
-def report(*rows: Row) -> Report:
-    return demo.report_of(rows, model=Path("model"), dtype="float32", seconds=1.0)
+def pool_row(*, texts: tuple[str, str, str] = ("same",) * 3, num_tokens: int = 256) -> PoolRow:
+    cold, local_hit, pool_hit = (answer(text) for text in texts)
+    loaded = Loaded(num_tokens=num_tokens, num_bytes=num_tokens * 10, seconds=0.01)
+    return row_of(SCENARIOS[0], cold, local_hit, pool_hit, loaded, bytes_put=5_000)
+
+
+def report(*rows: Row, pool: tuple[PoolRow, ...] | None = None) -> Report:
+    pooled = (pool_row(),) if pool is None else pool
+    return demo.report_of(rows, pooled, model=Path("model"), dtype="float32", seconds=1.0)
 
 
 def test_a_good_run_is_good() -> None:
@@ -153,9 +163,53 @@ def test_a_bad_row_spoils_the_run(row: Row) -> None:
     assert not report(one_row(), row).ok
 
 
+@pytest.mark.parametrize(
+    "row",
+    [pool_row(texts=("same", "same", "other")), pool_row(texts=("same", "other", "same")), pool_row(num_tokens=0)],
+    ids=["pool hit differs", "local hit differs", "nothing loaded"],
+)
+def test_a_bad_pool_row_spoils_the_run(row: PoolRow) -> None:
+    """Each of the ways in which sharing a prefix can go wrong, after a good one."""
+    assert not report(one_row(), pool=(pool_row(), row)).ok
+
+
 def test_an_empty_run_is_not_good() -> None:
-    """Nothing shown is nothing proven."""
-    assert not report().ok
+    """Nothing shown is nothing proven, in either part."""
+    assert [False, False] == [report().ok, report(one_row(), pool=()).ok]
+
+
+def test_what_was_loaded_is_what_counters_gained() -> None:
+    """Tokens, bytes and seconds of gets, by the names the engines publish."""
+    before = {demo_pool_report.TOKENS_LOADED: 128.0}
+    after = {
+        demo_pool_report.TOKENS_LOADED: 640.0,
+        demo_pool_report.BYTES_GOT: 4_096.0,
+        demo_pool_report.SECONDS_GETTING: 0.25,
+    }
+    assert Loaded(num_tokens=512, num_bytes=4_096, seconds=0.25) == Loaded.between(before, after)
+    published = {metric.name for metric in names.METRICS}
+    wanted = (demo_pool_report.TOKENS_LOADED, demo_pool_report.BYTES_GOT, demo_pool_report.SECONDS_GETTING.removesuffix("_sum"))
+    assert set() == {name.removeprefix(names.PREFIX) for name in wanted} - published
+
+
+def test_a_chat_grows_by_its_answers() -> None:
+    """Turn by turn: each prompt begins with all messages of the one before, so that its prefix can be in the pool."""
+    (chat,) = [scenario for scenario in SCENARIOS if len(scenario.turns) > 2]
+    prompts = [chat.prompt(turn, ("yes",) * turn).messages for turn in range(len(chat.turns))]
+    assert [True] * 3 == [later[: len(earlier)] == earlier for earlier, later in itertools.pairwise(prompts)]
+
+
+def test_a_shared_system_prompt_is_all_that_is_shared() -> None:
+    """Questions of other users are no part of the prompt."""
+    (shared,) = [scenario for scenario in SCENARIOS if not scenario.is_one_chat]
+    first, second = (shared.prompt(turn, ("yes",) * turn).messages for turn in range(2))
+    assert ([2, 2], True, False) == ([len(first), len(second)], first[0] == second[0], first[1] == second[1])
+
+
+def test_a_salt_is_sent_only_where_there_is_one() -> None:
+    """The salt keeps every cache away from the cold prompt."""
+    prompt = SCENARIOS[0].prompt(0, ())
+    assert (None, "mine") == (prompt.body("model").get("cache_salt"), prompt.salted("mine").body("model")["cache_salt"])
 
 
 def test_a_batch_shares_what_moved_by_tokens() -> None:
@@ -182,12 +236,17 @@ def test_the_report_has_the_promised_keys(tmp_path: Path) -> None:
     """Writes a report and reads it as a script would."""
     demo_report.write_json(report(one_row()), tmp_path / "demo" / "report.json")
     read = json.loads((tmp_path / "demo" / "report.json").read_text())
-    promised = {"vllm", "mooncake", "model", "all_equal", "requests"}
+    promised = {"vllm", "mooncake", "model", "all_equal", "requests", "pool"}
     of_request = {
         *("prompt_tokens", "stream", "equal", "kv_bytes_moved"),
         *("transfer_seconds", "ttft_seconds", "ttft_colocated_seconds"),
     }
+    of_pool = {
+        *("prompt_tokens", "hit_tokens", "equal", "get_seconds", "bytes"),
+        *("ttft_cold_seconds", "ttft_local_hit_seconds", "ttft_pool_hit_seconds"),
+    }
     assert (True, True) == (promised <= read.keys(), of_request <= read["requests"][0].keys())
+    assert set() == of_pool - read["pool"][0].keys()
 
 
 def test_the_table_says_what_differs() -> None:
@@ -196,6 +255,9 @@ def test_the_table_says_what_differs() -> None:
     with console.capture() as capture:
         console.print(demo_report.table_of(report(one_row(), one_row(answers=[answer("other [words]")]))))
     assert ("NO" in capture.get(), "other (words]" in capture.get()) == (True, True)
+    with console.capture() as capture:
+        console.print(demo_pool_report.table_of([pool_row(), pool_row(texts=("one", "two", "three"))]))
+    assert [True, True] == [word in capture.get() for word in ("yes", "NO")]
 
 
 def test_the_prompts_are_ten_and_share_no_block() -> None:

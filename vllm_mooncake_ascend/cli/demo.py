@@ -1,7 +1,9 @@
 """`demo`: a prefill engine, a decode engine, the proxy and a plain engine on this host, and proof that all agree.
 
-Every prompt goes through the proxy and, for comparison, to the plain engine. KV that moved is read off the decode
-engine's metrics before and after.
+First part: every prompt goes through the proxy and, for comparison, to the plain engine. KV that moved is read off the decode
+engine's metrics before and after. Second part (`demo_pool`): the prefill and the decode engine, now asked directly, share
+prefixes through a pool. They take part in it from the start, as engines with `prefix_pooling` do; no two prompts of the first
+part have a block in common, so nothing comes from the pool there.
 """
 
 from __future__ import annotations
@@ -20,11 +22,14 @@ import typer
 from rich.console import Console
 
 from vllm_mooncake_ascend._version import __version__
-from vllm_mooncake_ascend.cli import demo_report, launch, processes, servers, versions
+from vllm_mooncake_ascend.cli import demo_pool_report, demo_report, launch, processes, servers, versions
 from vllm_mooncake_ascend.cli.demo_client import Answer, RequestFailed, ask, new_session, read_metrics
+from vllm_mooncake_ascend.cli.demo_pool import Engines, run_scenarios
+from vllm_mooncake_ascend.cli.demo_pool_report import PoolRow
 from vllm_mooncake_ascend.cli.demo_prompts import BATCHES, WARM_UP, DemoPrompt
 from vllm_mooncake_ascend.cli.demo_report import Moved, Report, Row
 from vllm_mooncake_ascend.cli.local_cluster import LocalCluster, ServerFailed
+from vllm_mooncake_ascend.cli.master_http import MasterHttp, MasterUnreachable
 
 MODEL_NAME = "demo"
 BLOCK_SIZE = 128
@@ -33,13 +38,16 @@ METRICS_SETTLE_S = 5.0
 METRICS_POLL_S = 0.1
 TABLE_WIDTH = 160
 KV_CACHE_GIB = 1
-"""For each engine; holds the ten prompts of the demo twice over."""
+"""For each engine; holds the prompts of the demo."""
+POOL_SEGMENT = "1GB"
+"""Memory that the prefill and the decode engine lend to the pool, each; holds all that is saved."""
 
 
 class Urls(msgspec.Struct, frozen=True, kw_only=True):
     """Where the demo's servers answer."""
 
     proxy: str
+    prefill: str
     decode: str
     reference: str
 
@@ -52,11 +60,18 @@ def engine_arguments(dtype: str) -> tuple[str, ...]:
     )
 
 
-def demo_specs(model: Path, dtype: str) -> list[servers.ServerSpec]:
+def demo_specs(model: Path, dtype: str, pool_master: str) -> list[servers.ServerSpec]:
     """The demo's engines."""
-    environment = servers.cpu_environment(os.environ, kv_cache_gib=KV_CACHE_GIB)
+    environment = servers.cpu_environment(os.environ, kv_cache_gib=KV_CACHE_GIB) | servers.pool_environment(os.environ)
     arguments = engine_arguments(dtype)
-    plan = launch.Plan(model=str(model), num_prefill=1, num_decode=1, arguments=arguments)
+    plan = launch.Plan(
+        model=str(model),
+        num_prefill=1,
+        num_decode=1,
+        arguments=arguments,
+        pool_segment=POOL_SEGMENT,
+        pool_master=pool_master,
+    )
     specs = launch.engine_specs(plan, cpus=frozenset(os.sched_getaffinity(0)), cpu_environment=environment)
     reference = servers.engine("reference", "reference", str(model), arguments=arguments, environment=environment)
     return [*specs, reference]
@@ -102,7 +117,7 @@ async def _moved_by(session: aiohttp.ClientSession, urls: Urls, *, num_reads: in
         await asyncio.sleep(METRICS_POLL_S)
 
 
-def report_of(rows: Sequence[Row], *, model: Path, dtype: str, seconds: float) -> Report:
+def report_of(rows: Sequence[Row], pool: Sequence[PoolRow], *, model: Path, dtype: str, seconds: float) -> Report:
     """The report of a finished run."""
     return Report(
         vllm=versions.version_of(versions.VLLM),
@@ -111,10 +126,11 @@ def report_of(rows: Sequence[Row], *, model: Path, dtype: str, seconds: float) -
         model=model.name,
         dtype=dtype,
         machine=f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
-        all_equal=all(row.equal for row in rows),
+        all_equal=all(row.equal for row in rows) and all(row.equal for row in pool),
         all_moved=all(row.kv_moved for row in rows),
         seconds=seconds,
         requests=tuple(rows),
+        pool=tuple(pool),
     )
 
 
@@ -124,16 +140,20 @@ def run(model: Path, dtype: str, out: Path, console: Console) -> Report:
     Raises:
         ServerFailed: a server did not come up.
         RequestFailed: a request got no proper answer.
+        MasterUnreachable: the pool's master does not tell what is in the pool.
     """
     started_s = time.monotonic()
     config = json.loads((model / "config.json").read_text())
     bytes_per_block = demo_report.block_bytes(config, dtype=dtype, block_size=BLOCK_SIZE)
     with processes.termination_as_interrupt(), LocalCluster(out / "logs") as cluster:
-        console.print("starting three engines; this takes a minute or two")
-        launch.bring_up(cluster, demo_specs(model, dtype), console)
+        console.print("starting the pool's master and three engines; this takes a minute or two")
+        master = launch.start_master(cluster, console)
+        launch.bring_up(cluster, demo_specs(model, dtype, master.rpc_address), console)
         urls = Urls(**{role: cluster.with_role(role)[0].url for role in Urls.__struct_fields__})
         rows = asyncio.run(run_batches(urls, bytes_per_block, console))
-    return report_of(rows, model=model, dtype=dtype, seconds=time.monotonic() - started_s)
+        engines = Engines(model=MODEL_NAME, first=urls.prefill, second=urls.decode, plain=urls.reference)
+        pool = asyncio.run(run_scenarios(engines, MasterHttp(master.url.removeprefix("http://")), console))
+    return report_of(rows, pool, model=model, dtype=dtype, seconds=time.monotonic() - started_s)
 
 
 def demo(
@@ -150,7 +170,7 @@ def demo(
     console = Console(stderr=as_json)
     try:
         report = run(model, dtype, out, console)
-    except (ServerFailed, RequestFailed) as error:
+    except (ServerFailed, RequestFailed, MasterUnreachable) as error:
         typer.echo(f"error: {error}\nlogs: {out / 'logs'}", err=True)
         raise typer.Exit(2) from error
     except KeyboardInterrupt:
@@ -173,9 +193,14 @@ def _print_report(report: Report, path: Path, *, as_json: bool) -> None:
         console.print(note, style="dim")
     moved = sum(row.kv_bytes_moved for row in report.requests) / 1e6
     console.print(f"{len(report.requests)} requests, {moved:,.1f} MB of KV cache moved, {report.seconds:.0f} s in all; {path}")
+    console.print(demo_pool_report.table_of(report.pool))
+    for note in demo_pool_report.NOTES:
+        console.print(note, style="dim")
     console.print("all answers are equal" if report.all_equal else "[bold red]answers differ[/bold red]")
     if not report.all_moved:
         console.print("[bold red]KV cache of some requests did not move[/bold red]")
+    if not report.all_hit:
+        console.print("[bold red]some prefixes did not come from the pool[/bold red]")
 
 
 def register(app: typer.Typer) -> None:

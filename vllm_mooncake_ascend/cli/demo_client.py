@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from vllm_mooncake_ascend.cli.demo_prompts import DemoPrompt
+from vllm_mooncake_ascend.cli.demo_prompts import Prompt
 from vllm_mooncake_ascend.cli.scrape import totals_of
 from vllm_mooncake_ascend.errors import MooncakeAscendError
 
@@ -81,7 +81,7 @@ class _Reading:
         )
 
 
-async def ask(session: aiohttp.ClientSession, url: str, model: str, prompt: DemoPrompt) -> Answer:
+async def ask(session: aiohttp.ClientSession, url: str, model: str, prompt: Prompt) -> Answer:
     """Send one prompt to the server at `url`.
 
     Raises:

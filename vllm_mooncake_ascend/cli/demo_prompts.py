@@ -1,6 +1,12 @@
-"""The ten prompts of the demo: real sentences, no two prompts with a common block of KV cache, the same in every run."""
+"""The prompts of the demo: real sentences, the same in every run.
+
+Those of the first part have no block of KV cache in common. Those of the second part are about nothing else: a long system
+prompt under several questions, and chats that grow turn by turn.
+"""
 
 from __future__ import annotations
+
+from typing import Protocol
 
 import msgspec
 
@@ -16,10 +22,27 @@ REMARKS = (
     "the captain asked for fresh water",
 )
 MAX_TOKENS = 48
+CHAT_MAX_TOKENS = 24
+CHAT_PATH = "/v1/chat/completions"
+
+
+class Prompt(Protocol):
+    """What can be sent to an OpenAI server."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def stream(self) -> bool: ...
+
+    @property
+    def path(self) -> str: ...
+
+    def body(self, model: str) -> dict[str, object]: ...
 
 
 class DemoPrompt(msgspec.Struct, frozen=True, kw_only=True):
-    """One request of the demo."""
+    """One request of the first part."""
 
     name: str
     chat: bool
@@ -38,7 +61,53 @@ class DemoPrompt(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def path(self) -> str:
         """API path that takes this prompt."""
-        return "/v1/chat/completions" if self.chat else "/v1/completions"
+        return CHAT_PATH if self.chat else "/v1/completions"
+
+
+class ChatPrompt(msgspec.Struct, frozen=True, kw_only=True):
+    """One turn of a chat, with all before it; streamed, so that the first token can be timed."""
+
+    name: str
+    messages: tuple[dict[str, str], ...]
+    cache_salt: str = ""
+    """With a salt that nobody else uses, no prefix cache has any of it."""
+    stream: bool = True
+
+    def body(self, model: str) -> dict[str, object]:
+        """As `DemoPrompt.body`."""
+        options = {"include_usage": True}
+        body = {"model": model, "temperature": 0, "max_tokens": CHAT_MAX_TOKENS, "stream": True, "stream_options": options}
+        salt = {"cache_salt": self.cache_salt} if self.cache_salt else {}
+        return {**body, **salt, "messages": list(self.messages)}
+
+    @property
+    def path(self) -> str:
+        return CHAT_PATH
+
+    def salted(self, salt: str) -> ChatPrompt:
+        """The same tokens, which no prefix cache has."""
+        return msgspec.structs.replace(self, cache_salt=salt)
+
+
+class Scenario(msgspec.Struct, frozen=True, kw_only=True):
+    """A chat: the last turn is what is measured, on an engine that has seen none of those before."""
+
+    name: str
+    system: str
+    """Empty: none."""
+    turns: tuple[str, ...]
+    """What the user says."""
+    is_one_chat: bool
+    """False: each turn is a chat of its own, so only the system prompt is shared."""
+
+    def prompt(self, turn: int, answers: tuple[str, ...]) -> ChatPrompt:
+        """Turn number `turn`, counted from 0, after the answers to all before it."""
+        messages = [{"role": "system", "content": self.system}] if self.system else []
+        if self.is_one_chat:
+            for said, answered in zip(self.turns[:turn], answers, strict=True):
+                messages += [{"role": "user", "content": said}, {"role": "assistant", "content": answered}]
+        messages.append({"role": "user", "content": self.turns[turn]})
+        return ChatPrompt(name=f"{self.name}, turn {turn + 1}", messages=tuple(messages))
 
 
 def harbour_log(title: str, *, first: int, num_entries: int, question: str) -> str:
@@ -84,3 +153,35 @@ BATCHES: tuple[tuple[DemoPrompt, ...], ...] = (
     ),
 )
 """Requests of one batch are sent at the same time, batches one after the other."""
+
+
+def _entries(first: int, num_entries: int, question: str) -> str:
+    return harbour_log(f"Harbour log, volume {first}.", first=first, num_entries=num_entries, question=question)
+
+
+SCENARIOS: tuple[Scenario, ...] = (
+    Scenario(
+        name="one system prompt",
+        system=_entries(8000, 48, "You answer questions about this log in one sentence."),
+        turns=("Which ship came first?", "Which pier was used last, and for what?"),
+        is_one_chat=False,
+    ),
+    Scenario(
+        name="chat of 2 turns",
+        system="",
+        turns=(_entries(9000, 24, "Which ship came last?"), "And which one came before it?"),
+        is_one_chat=True,
+    ),
+    Scenario(
+        name="chat of 4 turns",
+        system="You are the clerk of a harbour.",
+        turns=(
+            _entries(9500, 12, "What came first?"),
+            _entries(9600, 12, "And here?"),
+            _entries(9700, 12, "What came last?"),
+            "Thank you. Which ship was it?",
+        ),
+        is_one_chat=True,
+    ),
+)
+"""Of the second part."""

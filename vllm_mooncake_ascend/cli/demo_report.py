@@ -10,6 +10,7 @@ import msgspec
 from rich.table import Table
 
 from vllm_mooncake_ascend.cli.demo_client import Answer
+from vllm_mooncake_ascend.cli.demo_pool_report import PoolRow
 from vllm_mooncake_ascend.cli.demo_prompts import DemoPrompt
 from vllm_mooncake_ascend.metrics.names import PREFIX
 from vllm_mooncake_ascend.p2p import counters
@@ -84,11 +85,17 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     all_moved: bool
     seconds: float
     requests: tuple[Row, ...]
+    pool: tuple[PoolRow, ...]
 
     @property
     def ok(self) -> bool:
         """True when the demo showed what it is to show."""
-        return self.all_equal and self.all_moved and bool(self.requests)
+        return self.all_equal and self.all_moved and self.all_hit and bool(self.requests)
+
+    @property
+    def all_hit(self) -> bool:
+        """Each prefix of the second part came from the pool."""
+        return bool(self.pool) and all(row.ok for row in self.pool)
 
 
 def block_bytes(model_config: Mapping[str, object], *, dtype: str, block_size: int) -> int:

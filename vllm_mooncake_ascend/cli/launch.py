@@ -39,6 +39,12 @@ def engine_specs(plan: Plan, *, cpus: frozenset[int], cpu_environment: dict[str,
     """The engines of `plan` on a host with `cpus`. A plan with a pool must know the pool's master."""
     assert bool(plan.pool_segment) == bool(plan.pool_master)
     placed = servers.placements(cpus, plan.num_prefill + plan.num_decode)
+
+    def extra(role: str) -> dict[str, object] | None:
+        if not plan.pool_master:
+            return None
+        return servers.pool_settings(role, plan.pool_master, plan.pool_segment, is_crowded=bool(placed))
+
     roles = (
         ("prefill", plan.num_prefill, plan.prefill_environment),
         ("decode", plan.num_decode, plan.decode_environment),
@@ -51,7 +57,7 @@ def engine_specs(plan: Plan, *, cpus: frozenset[int], cpu_environment: dict[str,
             arguments=plan.arguments,
             environment={**cpu_environment, **environment},
             placement=placed.get(role),
-            extra=servers.pool_settings(role, plan.pool_master, plan.pool_segment) if plan.pool_master else None,
+            extra=extra(role),
         )
         for role, count, environment in roles
         for index in range(count)
@@ -154,6 +160,8 @@ def _run(cluster: LocalCluster, plan: Plan, console: Console) -> None:
     if plan.pool_segment and not plan.pool_master:
         plan = plan.with_master(start_master(cluster, console).rpc_address)
     environment = servers.cpu_environment(os.environ)
+    if plan.pool_master:
+        environment |= servers.pool_environment(os.environ)
     bring_up(cluster, engine_specs(plan, cpus=frozenset(os.sched_getaffinity(0)), cpu_environment=environment), console)
 
 

@@ -37,6 +37,8 @@ def serve(
     if role:
         extra = servers.pool_settings(role, pool_master, pool_segment) if pool_master else None
         arguments += ["--kv-transfer-config", servers.transfer_config(role, extra)]
+    if role == servers.POOL or pool_master:
+        os.environ.update(servers.pool_environment(os.environ))
     command = servers.serving_command(model, arguments)
     os.execv(command[0], command)
 
