@@ -14,7 +14,7 @@ GROUPS = (GroupLayout(tokens_per_block=BLOCK, kernel_blocks_per_block=1, window_
 
 
 def request_of(request_id: str, num_prompt_tokens: int) -> Any:
-    return SimpleNamespace(request_id=request_id, num_prompt_tokens=num_prompt_tokens, num_computed_tokens=0)
+    return SimpleNamespace(request_id=request_id, num_prompt_tokens=num_prompt_tokens, num_computed_tokens=0, num_preemptions=0)
 
 
 def step_of(scheduled: dict[str, int], new_blocks: dict[str, list[int]] | None = None) -> Any:
@@ -77,18 +77,36 @@ def test_decode_is_followed_on_demand_at_the_ends_of_blocks() -> None:
 
 
 def test_a_preempted_request_begins_anew() -> None:
-    """Goal: blocks of an earlier life are not told as those of the next. Method: leave, and be admitted with other blocks."""
+    """Goal: blocks of an earlier life are not told as those of the next. Method: preempt, with a step
+    under way, and admit with other blocks."""
     progress = Progress(groups=GROUPS, follows_decode=False)
     request = request_of("r", 20)
     progress.admitted(request, ((5, 6),))
     progress.scheduled(step_of({"r": 8}), lambda _: 1)
-    progress.left(RequestId("r"))
+    request.num_preemptions = 1
+    progress.preempted(RequestId("r"))
     assert 0 == progress.scheduled(step_of({}), lambda _: 2)
 
     progress.admitted(request, ((7, 8),))
     step = progress.scheduled(step_of({"r": 8}, {"r": [7, 8]}), lambda _: 2)
 
-    assert [("r", 1, 8, (5, 6)), ("r", 2, 8, (7, 8))] == seen(progress, step)
+    assert [("r", 2, 8, (7, 8))] == seen(progress, step)
+
+
+def test_a_request_preempted_and_admitted_before_one_step_is_followed() -> None:
+    """Goal: after a reset vLLM tells of the preemption in the step that already runs the next life. Method: admit first."""
+    progress = Progress(groups=GROUPS, follows_decode=False)
+    request = request_of("r", 20)
+    progress.admitted(request, ((5, 6),))
+    first = progress.scheduled(step_of({"r": 8}), lambda _: 1)
+    request.num_preemptions = 1
+
+    assert [] == seen(progress, first)
+    progress.admitted(request, ((7, 8),))
+    progress.preempted(RequestId("r"))
+    second = progress.scheduled(step_of({"r": 8}, {"r": [7, 8]}), lambda _: 2)
+
+    assert [("r", 2, 8, (7, 8))] == seen(progress, second)
 
 
 def test_a_stranger_is_not_told() -> None:

@@ -152,7 +152,7 @@ class PoolSchedulerSide:
         """What the last step computed is saved from here: vLLM frees the blocks before it tells of that step's output."""
         started, request_id = self._started, requests.request_id(request)
         self._asked.pop(request_id, None)
-        started.progress.left(request_id)
+        started.progress.ended(request_id)
         chain = started.shell.chain(request_id)
         if self._saves and chain is not None and requests.ended_with_kv(request):
             num_tokens = min(requests.num_written_tokens(request), self._last_token(request))
@@ -166,7 +166,7 @@ class PoolSchedulerSide:
     def observe_step(self, scheduler_output: Any) -> None:
         started = self._started
         for request_id in getattr(scheduler_output, "preempted_req_ids", None) or ():
-            started.progress.left(RequestId(request_id))
+            started.progress.preempted(RequestId(request_id))
             started.shell.feed(events.RequestPreempted(request_id=RequestId(request_id)))
         started.echo = started.progress.scheduled(scheduler_output, started.shell.chain) if len(started.progress) else 0
 

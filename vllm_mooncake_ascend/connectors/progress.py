@@ -30,6 +30,20 @@ class Chunk:
     block_ids: BlockTable
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Snapshot:
+    """A chunk of a step under way, true once the step's output is back, unless the request was preempted meanwhile."""
+
+    chunk: Chunk
+    request: Any
+    num_preemptions: int
+
+    @property
+    def is_of_this_life(self) -> bool:
+        """vLLM may take a request's blocks between a step and its output (a reset), long before it tells of that."""
+        return int(self.request.num_preemptions) == self.num_preemptions
+
+
 @dataclasses.dataclass(slots=True)
 class _Followed:
     request: Any
@@ -53,7 +67,7 @@ class Progress:
         self._block_tokens = min(group.tokens_per_block for group in groups)
         self._follows_decode = follows_decode
         self._followed: dict[RequestId, _Followed] = {}
-        self._snapshots: collections.deque[tuple[int, list[Chunk]]] = collections.deque()
+        self._snapshots: collections.deque[tuple[int, list[_Snapshot]]] = collections.deque()
         """By number of the step, oldest first."""
         self._last_step = 0
 
@@ -65,8 +79,14 @@ class Progress:
         tables = [list(table) for table in block_ids]
         self._followed[RequestId(request.request_id)] = _Followed(request=request, tables=tables, is_complete=True)
 
-    def left(self, request_id: RequestId) -> None:
-        """It was preempted, or has ended."""
+    def preempted(self, request_id: RequestId) -> None:
+        """It lost its blocks, before or in the step that is scheduled now. After a reset it may have got others in that same
+        step: these stay."""
+        followed = self._followed.get(request_id)
+        if followed is not None and not followed.is_complete:
+            del self._followed[request_id]
+
+    def ended(self, request_id: RequestId) -> None:
         self._followed.pop(request_id, None)
 
     def scheduled(self, scheduler_output: Any, chain_of: Callable[[RequestId], int | None]) -> int:
@@ -87,7 +107,7 @@ class Progress:
     def written(self, step: int) -> Iterator[Chunk]:
         """The output of this step has come back (0: of one without a number)."""
         while self._snapshots and self._snapshots[0][0] <= step:
-            yield from self._snapshots.popleft()[1]
+            yield from (one.chunk for one in self._snapshots.popleft()[1] if one.is_of_this_life)
 
     def _extend(self, scheduler_output: Any) -> None:
         """Add the blocks that vLLM gave to requests that go on."""
@@ -101,7 +121,7 @@ class Progress:
 
     def _chunks(
         self, running: list[RequestId], num_scheduled: dict[str, int], chain_of: Callable[[RequestId], int | None]
-    ) -> Iterator[Chunk]:
+    ) -> Iterator[_Snapshot]:
         for request_id in running:
             followed = self._followed[request_id]
             followed.is_complete = False
@@ -115,4 +135,5 @@ class Progress:
             if chain is not None and end // self._block_tokens > followed.num_tokens // self._block_tokens:
                 followed.num_tokens = end
                 tables = tuple(tuple(table) for table in followed.tables)
-                yield Chunk(request_id=request_id, chain=chain, num_tokens=end, block_ids=tables)
+                chunk = Chunk(request_id=request_id, chain=chain, num_tokens=end, block_ids=tables)
+                yield _Snapshot(chunk, followed.request, int(followed.request.num_preemptions))

@@ -1,0 +1,49 @@
+"""What engines by hand that share a pool must survive: odd moments of vLLM's own, resets, hostile requests.
+
+As in `test_pool_engines`, every test ends with all blocks back on each engine (`settle`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+
+pytest.importorskip("vllm")
+pytest.importorskip("mooncake")
+
+from tests.connector.test_pool_engines import BLOCK, Make, admit, drain, loaded_tokens
+from tests.connector.test_two_engines import prompt_of, settle
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.mark.parametrize("role", ["kv_both", "kv_producer"])
+@pytest.mark.parametrize("num_steps_under_way", [1, 2])
+def test_a_reset_with_steps_under_way_saves_nothing_of_the_lives_it_ended(
+    make_pool_engine: Make, num_steps_under_way: int, role: str
+) -> None:
+    """Goal: vLLM takes a running request's blocks between a step and its output. Method: asynchronous scheduling, a chunked
+    prefill, and a reset that preempts it; then another engine loads what it saved after all."""
+    first, second = make_pool_engine(role, asynchronous=True, chunk=2 * BLOCK), make_pool_engine()
+    prompt = prompt_of(10 * BLOCK)
+    request_id = first.add(prompt)
+    while not first.schedule().num_scheduled_tokens:
+        first.finish()
+    for _ in range(num_steps_under_way - 1):
+        first.schedule()
+    with contextlib.suppress(RuntimeError):  # vLLM's own: blocks of the steps under way are freed later
+        first.scheduler.reset_prefix_cache(reset_running_requests=True)
+    while request_id not in first.finished:
+        first.finish()
+        first.schedule()
+    while first.steps:
+        first.finish()
+    drain(first)
+
+    admitted = admit(second, prompt)
+
+    assert 10 * BLOCK == loaded_tokens(second)
+    assert second.holds_kv(prompt, second.block_ids(admitted), num_tokens=10 * BLOCK)
+    second.run_until(admitted)
+    settle(first, second)
