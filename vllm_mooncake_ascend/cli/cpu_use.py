@@ -9,7 +9,7 @@ ENGINE_CORE = "EngineCore"
 WORKER = "Worker"
 SERVER = "API server"
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-_PARENT, _UTIME, _STIME = 1, 11, 12
+_PARENT, _UTIME, _STIME, _ENDED_UTIME, _ENDED_STIME = 1, 11, 12, 13, 14
 """Fields of /proc/PID/stat, counted from the one behind the name in brackets."""
 
 
@@ -20,6 +20,12 @@ def cpu_seconds(root_pid: int) -> dict[str, float]:
         part = _part(pid, is_root=pid == root_pid)
         seconds[part] = seconds.get(part, 0.0) + (int(fields[_UTIME]) + int(fields[_STIME])) / _TICKS_PER_S
     return seconds
+
+
+def total_cpu_seconds(root_pid: int) -> float:
+    """CPU seconds so far of `root_pid` and its descendants, those that have ended and were collected included."""
+    fields = (_UTIME, _STIME, _ENDED_UTIME, _ENDED_STIME)
+    return sum(int(found[field]) for found in _tree(root_pid).values() for field in fields) / _TICKS_PER_S
 
 
 def _tree(root_pid: int) -> dict[int, list[str]]:

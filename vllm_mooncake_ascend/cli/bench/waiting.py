@@ -1,6 +1,4 @@
-"""`bench`: measures what can be measured on this machine, with the figure it must be compared with in the same run.
-
-`bench waiting`: CPU that a decode engine burns while one request waits for remote KV. The same engine is run with our
+"""`bench waiting`: CPU that a decode engine burns while one request waits for remote KV. The same engine is run with our
 connector, with our connector and vLLM's queue untouched, and with a connector that does nothing but let a request wait:
 the last one shows vLLM's own share.
 """
@@ -123,27 +121,19 @@ def measure_waiting(model: Path, seconds: float, logs: Path, console: Console) -
 def waiting(
     model: Path = typer.Option(Path("build/models/tiny-gqa"), help="Model folder; its size does not matter here."),
     seconds: float = typer.Option(10.0, min=1.0, max=20.0, help="Length of each sample."),
-    as_json: bool = typer.Option(False, "--json", help="Print JSON instead of the table."),
+    json_path: Path = typer.Option(None, "--json", help="Write the figures to this file.", dir_okay=False),
 ) -> None:
     """CPU that a decode engine burns while a request waits for remote KV, ours beside vLLM's own share."""
-    console = Console(stderr=as_json)
+    console = Console()
     try:
         rows = measure_waiting(model, seconds, Path("build/bench/logs"), console)
     except ServerFailed as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error
-    if as_json:
-        print(json.dumps([msgspec.to_builtins(row) for row in rows]))
-        return
+    if json_path is not None:
+        json_path.parent.mkdir(parents=True, exist_ok=True)
+        json_path.write_bytes(msgspec.json.encode(rows))
     table = Table("engine", "state", "EngineCore", "Worker", "API server", title="share of one core")
     for row in rows:
         table.add_row(row.engine, row.state, *(f"{share:.2f}" for share in (row.engine_core, row.worker, row.api_server)))
     console.print(table)
-
-
-def register(app: typer.Typer) -> None:
-    """Add `bench` with its measurements to the command line."""
-    bench = typer.Typer(help="Measure, with something to compare with in the same run.", no_args_is_help=True)
-    bench.command()(waiting)
-    bench.callback()(lambda: None)
-    app.add_typer(bench, name="bench")
