@@ -6,13 +6,15 @@ As in `test_pool_engines`, every test ends with all blocks back on each engine (
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 pytest.importorskip("mooncake")
 
-from tests.connector.test_pool_engines import BLOCK, Make, admit, drain, loaded_tokens
+from tests.connector.test_pool_engines import BLOCK, Make, admit, compute, drain, fresh_prompt, loaded_tokens
+from tests.connector.test_pool_engines import pair as pair
 from tests.connector.test_two_engines import prompt_of, settle
 
 pytestmark = pytest.mark.engine
@@ -46,4 +48,18 @@ def test_a_reset_with_steps_under_way_saves_nothing_of_the_lives_it_ended(
     assert 10 * BLOCK == loaded_tokens(second)
     assert second.holds_kv(prompt, second.block_ids(admitted), num_tokens=10 * BLOCK)
     second.run_until(admitted)
+    settle(first, second)
+
+
+@pytest.mark.parametrize("odd", ["text", 7, ["do_remote_prefill"], {"do_remote_prefill": True}])
+def test_kv_transfer_params_of_any_kind_are_survived(pair: tuple[Any, Any], odd: Any) -> None:
+    """Goal: vLLM reads the attribute as a dict, and a client gets anything past its API with vllm_xargs. Method: odd ones."""
+    first, second = pair
+    prompt = fresh_prompt(2 * BLOCK)
+    compute(first, prompt)
+    loaded_tokens(second)
+
+    request_id = compute(second, prompt, transfer=odd)
+
+    assert (2 * BLOCK, [10, 11, 12, 13]) == (loaded_tokens(second), second.tokens[request_id])
     settle(first, second)

@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from vllm_mooncake_ascend.connectors import kv_cache, support, versions
+from vllm_mooncake_ascend.connectors import kv_cache, requests, support, versions
 from vllm_mooncake_ascend.connectors.envelopes import Handshake, StepMetadata, WorkerMetadata
 from vllm_mooncake_ascend.connectors.pacing import Pacer
 from vllm_mooncake_ascend.connectors.reports import StepReports, step_reports
@@ -200,6 +200,7 @@ class MooncakeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: Request) -> None:
         self._scheduling.on_new_request(request)
+        requests.drop_odd_params(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         num_tokens = self._scheduling.num_new_matched_tokens(request, num_computed_tokens)

@@ -24,12 +24,7 @@ def wish(request: Any, *, secret: bytes | None, now_s: float) -> params.RemoteDe
     Raises:
         RemoteProtocolError: the request's kv_transfer_params, or the request itself, cannot be served remotely.
     """
-    given = request.kv_transfer_params
-    if given is not None and not isinstance(given, dict):
-        # vLLM itself reads the attribute as a dict after us (Scheduler.add_request) and would end the engine; a client
-        # gets past its API's check with vllm_xargs.
-        request.kv_transfer_params = None
-    meaning = params.parse(given, secret=secret, now_s=now_s)
+    meaning = params.parse(request.kv_transfer_params, secret=secret, now_s=now_s)
     if meaning is not None and request.prompt_token_ids is None:
         raise RemoteProtocolError("a prompt given as embeddings cannot be transferred")
     if meaning is not None and len(request.request_id) > limits.MAX_ID_CHARS:
@@ -38,6 +33,13 @@ def wish(request: Any, *, secret: bytes | None, now_s: float) -> params.RemoteDe
             " shorten X-Request-Id"
         )
     return meaning
+
+
+def drop_odd_params(request: Any) -> None:
+    """vLLM reads kv_transfer_params as a dict (Scheduler.add_request, after the connector was told) and would end the engine
+    over anything else; a client gets that past its API's check with vllm_xargs."""
+    if not isinstance(request.kv_transfer_params, dict):
+        request.kv_transfer_params = None
 
 
 def prompt_digest(request: Any) -> bytes:
