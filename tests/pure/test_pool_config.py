@@ -267,8 +267,35 @@ def test_a_key_beats_the_file_and_the_file_the_environment(
 def test_an_address_that_is_not_used_is_named() -> None:
     """Goal: who sets the master twice learns which one counts. Method: another one in the environment, then the same."""
     _, warnings = parse({"master_address": MASTER}, {"MOONCAKE_MASTER": "other:1"})
-    assert ("environment variable MOONCAKE_MASTER=other:1 is ignored: a key or mooncake.json sets 10.0.0.1:50051",) == warnings
+    assert (
+        "environment variable MOONCAKE_MASTER='other:1' is ignored: a key or mooncake.json sets 10.0.0.1:50051",
+    ) == warnings
     assert () == parse({"master_address": MASTER}, {"MOONCAKE_MASTER": MASTER})[1]
+
+
+@pytest.mark.parametrize("address", ["redis://user:hunter2@h:6379", "redis://:hun/ter2@h:6379", "user:hunter2@h:50051"])
+def test_a_password_in_an_address_is_refused_and_not_repeated(address: str) -> None:
+    """Goal: Mooncake neither reads nor hides it, so no log may get it by us. Method: it stands in each place an address can."""
+    places = (
+        lambda: refusal({"master_address": address}),
+        lambda: refusal({"master_server_address": address}),
+        lambda: refusal({}, {"MOONCAKE_MASTER": address}),
+        lambda: refusal({}, IN_FILE, file={"master_server_address": address}),
+        lambda: parse({"master_address": MASTER}, {"MOONCAKE_MASTER": address})[1][0],
+    )
+    messages = [place() for place in places]
+    assert [True] * len(places) == ["(not shown)@h:" in message for message in messages]
+    assert [] == [message for message in messages if "hunter2" in message or "ter2" in message]
+    assert ["set MC_REDIS_PASSWORD" in message for message in messages[:-1]] == [True] * 4
+
+
+def test_a_borrowed_address_is_repeated_without_its_password() -> None:
+    """Goal: the warning about a borrowed name says what it took. Method: the refusal comes after it."""
+    warnings: list[str] = []
+    vocabulary = reading.Vocabulary(keys=pool_keys.POOL_KEYS, borrowed=pool_keys.POOL_BORROWED_KEYS)
+    with pytest.raises(ConfigError):
+        reading.read_options({"master_server_address": "redis://:hunter2@h:6379"}, vocabulary, warnings)
+    assert ["master_server_address='(not shown)@h:6379' is taken for master_address, its name here"] == warnings
 
 
 def test_a_wrong_variable_is_refused_by_its_name() -> None:

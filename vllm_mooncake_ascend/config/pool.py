@@ -142,16 +142,15 @@ def build_pool(
 
 
 def _apply_master_variable(environ: Mapping[str, str], given: dict[str, Value], warnings: list[str]) -> None:
-    text = environ.get(pool_keys.MASTER_VARIABLE, "").strip()
+    text, key = environ.get(pool_keys.MASTER_VARIABLE, "").strip(), _BY_NAME["master_address"]
     if not text:
         return
     if "master_address" not in given:
-        where = "environment variable"
-        given["master_address"] = reading.read(_BY_NAME["master_address"], text, name=pool_keys.MASTER_VARIABLE, where=where)
+        given["master_address"] = reading.read(key, text, name=pool_keys.MASTER_VARIABLE, where="environment variable")
     elif given["master_address"] != text:
         warnings.append(
-            f"environment variable {pool_keys.MASTER_VARIABLE}={text} is ignored: a key or mooncake.json sets "
-            f"{given['master_address']}"
+            f"environment variable {pool_keys.MASTER_VARIABLE}={reading.shown(key, text)} is ignored: a key or mooncake.json "
+            f"sets {given['master_address']}"
         )
 
 

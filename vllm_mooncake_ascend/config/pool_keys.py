@@ -14,7 +14,7 @@ POOL_KEYS = (
         kind="address",
         default_text=f"`mooncake.json`, else `{MASTER_VARIABLE}`; one of them is needed",
         meaning="Where `mooncake_master` listens, `host:port`; or `etcd://...`, `redis://...`, `k8s://...` for a master with "
-        "stand-ins.",
+        "stand-ins, as far as the installed Mooncake was built for it (its wheel for CPUs: etcd).",
     ),
     Key(
         name="mooncake_config_path",

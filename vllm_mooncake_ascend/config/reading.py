@@ -25,6 +25,8 @@ _PROTOCOLS = {"cpu": "tcp", "npu": "ascend", "cuda": "rdma"}
 _HOST_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
 _PORT = re.compile(r"[0-9]{1,5}")
 _SCHEMES = ("etcd://", "redis://", "k8s://")
+_CREDENTIALS = re.compile(r"^.*@", re.DOTALL)
+"""Mooncake does not read them from an address, and prints them (0.3.13.post1, `Client::ConnectToMaster`)."""
 _SIZE = re.compile(r"(?P<number>[0-9]{1,18}(\.[0-9]{1,9})?)\s*(?P<unit>[kmgt]?)(i?b)?", re.IGNORECASE | re.ASCII)
 _REACHABLE = "an IP address or host name that peers can connect to"
 
@@ -72,8 +74,9 @@ def _lender(entry: Borrowed, value: object, taken: set[str], by_name: Mapping[st
     elif entry.stands_for in taken:
         warnings.append(f"{entry.name} is ignored: {entry.stands_for} is set too")
     else:
-        warnings.append(f"{entry.name}={value!r} is taken for {entry.stands_for}, its name here")
-        return by_name[entry.stands_for]
+        key = by_name[entry.stands_for]
+        warnings.append(f"{entry.name}={shown(key, value)} is taken for {entry.stands_for}, its name here")
+        return key
     return None
 
 
@@ -132,11 +135,19 @@ def read(key: Key, value: object, *, name: str = "", where: str = EXTRA_CONFIG) 
     """
     found = _parse(key, value)
     if found is None:
-        shown = "(not shown)" if key.name == "cluster_secret" else repr(value)
         default = size(key.default) if key.kind == "size" and isinstance(key.default, int) else repr(key.default)
         remedy = f" (leave it out for {default})" if key.default is not None else ""
-        raise ConfigError(f"{where}: {name or key.name}={shown} must be {expected(key)}{remedy}")
+        raise ConfigError(f"{where}: {name or key.name}={shown(key, value)} must be {expected(key)}{remedy}")
     return found
+
+
+def shown(key: Key, value: object) -> str:
+    """A value for messages and logs, without what must not be read there."""
+    if key.name == "cluster_secret":
+        return "(not shown)"
+    if key.kind == "address" and isinstance(value, str):
+        return repr(_CREDENTIALS.sub("(not shown)@", value))
+    return repr(value)
 
 
 def is_blank(key: Key, value: object) -> bool:
@@ -207,6 +218,8 @@ def _address(_key: Key, value: object) -> str | None:
     if not isinstance(value, str):
         return None
     text = value.strip()
+    if _CREDENTIALS.search(text):
+        return None
     scheme, separator, rest = text.partition("://")
     is_usable = scheme + separator in _SCHEMES and bool(rest) if separator else _is_host_and_port(text)
     return text if is_usable else None
@@ -254,7 +267,11 @@ _KINDS: Mapping[Kind, tuple[Callable[[Key, object], Value | None], str]] = {
     "size": (_size, "0, or a size of {lowest} to {highest}: bytes, or a text such as '4GB' (units are of 1024)"),
     "host": (_host, _REACHABLE),
     "hosts": (_hosts, "a list of addresses (10.0.0.7), networks (10.0.0.0/8) and host names"),
-    "address": (_address, f"host:port (10.0.0.7:50051), or an address that begins with {', '.join(_SCHEMES)}"),
+    "address": (
+        _address,
+        f"host:port (10.0.0.7:50051), or an address that begins with {', '.join(_SCHEMES)}, without a password (of Redis: set "
+        "MC_REDIS_PASSWORD)",
+    ),
     "segments": (_segments, "a list of segments as Mooncake names them, host:port"),
 }
 """How a kind is read, and what it is called in messages."""
