@@ -1,7 +1,8 @@
 """`bench`: measures what can be measured on this machine, with the figure it must be compared with in the same run.
 
     waiting    CPU that a decode engine burns while a request waits for remote KV
-    micro      CPU of single steps: planner, scheduler hooks, lookups, messages
+    micro      CPU of single steps: planner, lookups, messages
+    transfer   bytes a second between two processes: ours, raw Mooncake, memcpy, a socket
 
 What they share: `run` (one run), `rounds` (samples in turns, each round in an order of its own), `foreign_cpu` (noise),
 `samples` (medians, intervals, what the noise swallows), `report` (values, JSON), `tables`, `plot`.
@@ -12,12 +13,13 @@ from __future__ import annotations
 import typer
 
 from vllm_mooncake_ascend.cli.bench.micro import micro
+from vllm_mooncake_ascend.cli.bench.transfer import transfer
 from vllm_mooncake_ascend.cli.bench.waiting import waiting
 
 
 def register(app: typer.Typer) -> None:
     """Add `bench` with its measurements to the command line."""
     bench = typer.Typer(help="Measure, with something to compare with in the same run.", no_args_is_help=True)
-    for measurement in (waiting, micro):
+    for measurement in (waiting, micro, transfer):
         bench.command()(measurement)
     app.add_typer(bench, name="bench")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from vllm_mooncake_ascend.cli.bench.foreign_cpu import ForeignCpu
 from vllm_mooncake_ascend.cli.bench.report import Measure
@@ -58,6 +58,12 @@ def cpu_s_per_call(call: Callable[[], object], *, min_s: float = MIN_SAMPLE_S) -
     return (time.thread_time() - started_cpu_s) / num_calls
 
 
-def merged(parts: Sequence[Mapping[Measure, Sequence[Sample]]]) -> dict[Measure, Sequence[Sample]]:
-    """The samples of several sets of probes."""
-    return {measure: found for part in parts for measure, found in part.items()}
+def wall_s_per_call(call: Callable[[], object], *, min_s: float = MIN_SAMPLE_S) -> float:
+    """Seconds for one call: the mean of as many as take `min_s`."""
+    started_s = time.monotonic()
+    num_calls, elapsed_s = 0, 0.0
+    while num_calls == 0 or elapsed_s < min_s:
+        call()
+        num_calls += 1
+        elapsed_s = time.monotonic() - started_s
+    return elapsed_s / num_calls

@@ -1,0 +1,35 @@
+"""The bench commands that need real Mooncake, with tiny sizes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from vllm_mooncake_ascend.cli.bench.report import Report
+
+pytest.importorskip("mooncake")
+
+pytestmark = pytest.mark.engine
+
+
+def bench(out: Path, *words: str) -> Report:
+    """Run the command in a process of its own, as users do, and read its JSON."""
+    command = [sys.executable, "-m", "vllm_mooncake_ascend.cli.main", "bench", *words, "--json", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert 0 == done.returncode, done.stdout[-2000:] + done.stderr[-2000:]
+    return msgspec.json.decode(out.read_bytes(), type=Report)
+
+
+def test_transfer_reads_by_every_way(tmp_path: Path) -> None:
+    """Goal: two processes, four ways, the right bytes (the command compares them itself). Method: two rounds of 2 MiB."""
+    made = bench(tmp_path / "transfer.json", "transfer", "--size", "2", "--rounds", "2")
+    cases = {"2 MiB, 16 merged runs", "2 MiB, 32 scattered runs"}
+    found = {(figure.measure.case, figure.measure.subject) for figure in made.figures}
+    ways = ("ours", "raw Mooncake", "memcpy")
+    assert {(case, way) for case in cases for way in ways} | {("2 MiB, 16 merged runs", "socket")} == found
+    assert cases == {ratio.comparison.above.case for ratio in made.ratios}
+    assert all(figure.spread.median > 0 for figure in made.figures)
