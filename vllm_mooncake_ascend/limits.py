@@ -125,6 +125,9 @@ MAX_REPLICAS = 16
 """Copies of one object that may be asked for."""
 LOOKUP_WAIT_S = 0.005
 """How long a request may be held back for its lookup; then it counts as a miss."""
+LOOKUP_WAIT_CPU_S = 0.2
+"""The same on CPU, where engines share cores with whatever else runs, and one block takes longer than this to compute: on a
+busy host with two cores answers came after 9 to 22 ms."""
 LOOKUP_WAIT_PER_BLOCK_S = 10e-6
 """Added to that for each block that is asked for: in a busy process 1,000 take 6 ms from arrival to answer, and the longer a
 prompt, the more there is to gain. 128k tokens at 128 a block may so wait 15 ms."""
@@ -177,6 +180,9 @@ STORE_PROBE_S = 1.0
 """While the breaker is open the store's health is looked at this often; it costs no call, and is up to 2 s old."""
 PROBES_TO_CLOSE = 2
 """Healthy answers in a row that close the breaker, because the first may be old."""
+PROBES_TO_MOVE = 5
+"""Probes in a row that find the master gone and its name standing for other machines, before its clients are closed and made
+anew. Mooncake follows by itself within 3 s when the old master refuses connections."""
 BREAKER_NOTE_S = 30.0
 """At most one line for the operator in this time, however often the store comes and goes."""
 STORE_RPC_MS = 2_000
@@ -237,7 +243,8 @@ assert MAX_MERGED_DESCRIPTOR_BYTES <= MAX_CALL_BYTES
 assert EMPTY_STEP_WAIT_S <= 0.005
 assert PROBE_INTERVAL_S + PROBE_ANSWER_S < COOL_DOWN_S, "a probe must find an instance broken before it is trusted again"
 assert LOAD_WAIT_S < OBJECT_LEASE_S / 2, "what a lookup found must outlive the load"
-assert LOOKUP_WAIT_S < LOOKUP_OVERDUE_S
+assert LOOKUP_WAIT_S <= LOOKUP_WAIT_CPU_S < LOOKUP_OVERDUE_S
+assert PROBES_TO_MOVE * STORE_PROBE_S > 3, "Mooncake must have had its chance to follow the master"
 assert SEGMENT_MIN_BYTES <= SEGMENT_BYTES <= SEGMENT_MAX_BYTES
 assert FENCE_RETRY_MIN_S <= FENCE_RETRY_MAX_S < RANK_ANSWER_S
 assert FULL_RETRY_S < FULL_PAUSE_MIN_S <= FULL_PAUSE_MAX_S

@@ -70,7 +70,7 @@ def test_the_address_of_the_master_is_enough() -> None:
         saves=None,
         save_decode=False,
         min_hit_tokens=1,
-        lookup_wait_s=0.005,
+        lookup_wait_s=0.2,
         load_wait_s=10.0,
         object_lease_s=30.0,
         max_saved_ratio=0.25,
@@ -126,7 +126,7 @@ def test_without_a_master_all_ways_to_name_one_are_told() -> None:
         ({"min_hit_tokens": 0}, "min_hit_tokens=0 must be a whole number of 1 to 1048576"),
         (
             {"lookup_wait_ms": 10_001},
-            "lookup_wait_ms=10001 must be a number of milliseconds, 0 to 10000 (leave it out for 5.0)",
+            "lookup_wait_ms=10001 must be a number of milliseconds, 0 to 10000",
         ),
         ({"lookup_wait_ms": -1}, "lookup_wait_ms=-1 must be a number of milliseconds, 0 to 10000"),
         ({"load_wait_s": 0}, "load_wait_s=0 must be a number of seconds, 0.01 to 300"),
@@ -205,6 +205,13 @@ def test_any_values_give_a_config_or_a_config_error(extra: dict[str, object], fi
 
 
 # --- relations ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("device_type", "wait_s"), [("cpu", 0.2), ("npu", 0.005), ("cuda", 0.005)])
+def test_a_lookup_may_take_longer_where_engines_share_cores(device_type: str, wait_s: float) -> None:
+    """Goal: the pool works without a setting. Method: the default of each device."""
+    config, _ = parse_pool({"master_address": MASTER}, {}, device_type=device_type, default_host="10.0.0.1")
+    assert wait_s == config.lookup_wait_s
 
 
 def test_a_load_must_end_well_within_the_object_lease() -> None:

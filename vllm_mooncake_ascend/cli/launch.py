@@ -43,7 +43,7 @@ def engine_specs(plan: Plan, *, cpus: frozenset[int], cpu_environment: dict[str,
     def extra(role: str) -> dict[str, object] | None:
         if not plan.pool_master:
             return None
-        return servers.pool_settings(role, plan.pool_master, plan.pool_segment, is_crowded=bool(placed))
+        return servers.pool_settings(role, plan.pool_master, plan.pool_segment)
 
     roles = (
         ("prefill", plan.num_prefill, plan.prefill_environment),

@@ -38,9 +38,6 @@ MASTER = "master"
 CORES_PER_ENGINE = 4
 """With at least this many cores for each engine nobody needs to be kept off anybody's core."""
 DECODE_NICENESS = 5
-CROWDED_LOOKUP_WAIT_MS = 200
-"""How long a request may be held back for its look into the pool where engines share cores. The look takes 1 ms; its answer was
-seen to come 9 to 22 ms later when the engine's threads had to wait for a core, and by default only 5 ms are waited for."""
 
 
 class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,16 +128,13 @@ def _master_program() -> str:
     return shutil.which("mooncake_master", path=places) or "mooncake_master"
 
 
-def pool_settings(role: str, master_address: str, segment_size: str, *, is_crowded: bool = False) -> dict[str, object]:
+def pool_settings(role: str, master_address: str, segment_size: str) -> dict[str, object]:
     """`kv_connector_extra_config` for an engine of this role that takes part in a pool.
 
     Args:
         segment_size: memory that each worker lends to the pool, with its unit.
-        is_crowded: engines share cores.
     """
     settings: dict[str, object] = {"master_address": master_address, "segment_bytes": segment_size}
-    if is_crowded:
-        settings["lookup_wait_ms"] = CROWDED_LOOKUP_WAIT_MS
     return settings if role == POOL else {"prefix_pooling": True, **settings}
 
 

@@ -128,6 +128,8 @@ def build_pool(
     values = reading.with_defaults(_KEYS, given)
     if "load_wait_s" not in given:
         values["load_wait_s"] = min(values["load_wait_s"], values["object_lease_s"] / 3)
+    if values["lookup_wait_ms"] is None:
+        values["lookup_wait_ms"] = 1e3 * (limits.LOOKUP_WAIT_CPU_S if device_type == "cpu" else limits.LOOKUP_WAIT_S)
     _check_relations(values)
     return PoolConfig(
         **{
