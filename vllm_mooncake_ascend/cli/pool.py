@@ -1,4 +1,4 @@
-"""`pool`: what is in a prefix pool, and dropping one namespace of it.
+"""`pool`: what is in a prefix pool, whether it is right (`pool_verify`), and dropping one namespace of it.
 
 The master is found as engines find it: `--master`, else `mooncake.json`, else MOONCAKE_MASTER.
 """
@@ -20,6 +20,8 @@ from vllm_mooncake_ascend.cli import master_http, pool_census, pool_clear
 from vllm_mooncake_ascend.cli.master_http import MasterHttp, metrics_address
 from vllm_mooncake_ascend.cli.pool_census import Census
 from vllm_mooncake_ascend.cli.pool_clear import Cleared
+from vllm_mooncake_ascend.cli.pool_verify import verify
+from vllm_mooncake_ascend.cli.serve import PASS_THROUGH
 from vllm_mooncake_ascend.config import PoolConfig, parse_pool
 from vllm_mooncake_ascend.errors import MooncakeAscendError
 
@@ -189,5 +191,6 @@ def register(app: typer.Typer) -> None:
     """Add `pool` with its commands to the command line."""
     pool = typer.Typer(help="Look into a prefix pool, and drop what is ours.", no_args_is_help=True)
     pool.command()(stat)
+    pool.command(context_settings=PASS_THROUGH)(verify)
     pool.command()(clear)
     app.add_typer(pool, name="pool")

@@ -105,6 +105,16 @@ class PoolSchedulerSide:
             num_tamed,
         )
 
+    @property
+    def shared_namespace(self) -> str:
+        """The namespace that this engine shares with others; "" when its block hashes are nobody else's."""
+        return "" if self._private_reason else self._namespace(self._config.weights_version)
+
+    @property
+    def hash_tokens(self) -> int:
+        """Tokens of one block hash."""
+        return self._hashing.block_tokens
+
     # --- requests -------------------------------------------------------------------------------------------------
 
     def on_new_request(self, request: Any, *, may_load: bool = True) -> None:
