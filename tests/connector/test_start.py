@@ -14,6 +14,7 @@ pytest.importorskip("vllm")
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 
+from vllm_mooncake_ascend.config.pool import PoolConfig, parse_pool
 from vllm_mooncake_ascend.connectors import identity, plugin, support
 from vllm_mooncake_ascend.errors import ConfigError
 
@@ -35,6 +36,7 @@ def test_an_ordinary_engine_is_not_refused(make_engine: Make) -> None:
         ("parallel_config", "decode_context_parallel_size", 2, "decode context parallelism"),
         ("parallel_config", "prefill_context_parallel_size", 2, "prefill context parallelism"),
         ("model_config", "enable_sleep_mode", True, "sleep mode"),
+        ("cache_config", "calculate_kv_scales", True, "--calculate-kv-scales"),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(make_engine: Make, part: str, name: str, value: object, words: str) -> None:
@@ -44,6 +46,40 @@ def test_what_cannot_be_served_is_refused_by_name(make_engine: Make, part: str, 
 
     with pytest.raises(ConfigError, match=words):
         support.refuse_unsupported("MooncakeConnectorV1", engine.config, engine.cache_config)
+
+
+def pool_config() -> PoolConfig:
+    config, _ = parse_pool({"master_address": "127.0.0.1:9"}, {}, device_type="cpu", default_host="127.0.0.1")
+    return config
+
+
+def test_a_pool_without_prefix_caching_is_refused_by_name(make_engine: Make) -> None:
+    """Goal: where vLLM turned prefix caching off, a prompt must not start from another's KV. Method: as it does."""
+    engine = make_engine("kv_both", prefix_caching=False)
+
+    with pytest.raises(ConfigError, match="the prefix pool needs prefix caching"):
+        support.pool_settings(engine.config, pool_config(), device_type="cpu")
+
+
+@pytest.mark.parametrize(
+    ("role", "asynchronous", "device_type", "loads"),
+    [
+        ("kv_producer", True, "npu", False),
+        ("kv_producer", False, "npu", True),
+        ("kv_producer", True, "cpu", True),
+        ("kv_both", True, "npu", True),
+        ("kv_consumer", True, "cuda", True),
+    ],
+)
+def test_an_engine_loads_only_where_vllm_keeps_blocks_that_are_written_to(
+    make_engine: Make, role: str, asynchronous: bool, device_type: str, loads: bool
+) -> None:
+    """Goal: no load into a block that a step under way still writes to. Method: `Scheduler.defer_block_free` says where vLLM
+    keeps such blocks."""
+    engine = make_engine(role, asynchronous=asynchronous)
+
+    assert loads == support.pool_settings(engine.config, pool_config(), device_type=device_type).loads
+    assert loads == (engine.scheduler.defer_block_free or not asynchronous or device_type == "cpu")
 
 
 def test_speculative_decoding_is_refused_by_name(make_engine: Make) -> None:

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from vllm_mooncake_ascend.config import P2PConfig, parse_p2p
-from vllm_mooncake_ascend.connectors import connector, device
+from vllm_mooncake_ascend.connectors import connector, device, support
 from vllm_mooncake_ascend.connectors.combined import CombinedSchedulerSide, CombinedWorkerSide
 from vllm_mooncake_ascend.connectors.p2p_scheduler_side import P2PSchedulerSide
 from vllm_mooncake_ascend.connectors.p2p_worker_side import P2PWorkerSide
@@ -34,7 +34,8 @@ class MooncakeConnectorV1(connector.MooncakeConnector):
         p2p, pool = P2PSchedulerSide(vllm_config, self._config, wake=self._pacer.wake), self._config.pool
         if pool is None:
             return p2p
-        return CombinedSchedulerSide(p2p, PoolSchedulerSide(vllm_config, kv_cache_config, pool, wake=self._pacer.wake))
+        settings = support.pool_settings(vllm_config, pool, device_type=device.device_type())
+        return CombinedSchedulerSide(p2p, PoolSchedulerSide(vllm_config, kv_cache_config, settings, wake=self._pacer.wake))
 
     def _make_worker_side(self, vllm_config: Any, kv_cache_config: Any) -> connector.WorkerSide:
         p2p, pool = P2PWorkerSide(vllm_config, kv_cache_config, self._config), self._config.pool

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from vllm_mooncake_ascend.config.pool import PoolConfig, parse_pool
-from vllm_mooncake_ascend.connectors import connector, device
+from vllm_mooncake_ascend.connectors import connector, device, support
 from vllm_mooncake_ascend.connectors.pool_scheduler_side import PoolSchedulerSide
 from vllm_mooncake_ascend.connectors.pool_worker_side import PoolWorkerSide
 
@@ -33,7 +33,8 @@ class MooncakeStoreConnectorV1(connector.MooncakeConnector):
         return self._config
 
     def _make_scheduler_side(self, vllm_config: Any, kv_cache_config: Any) -> connector.SchedulerSide:
-        return PoolSchedulerSide(vllm_config, kv_cache_config, self._config, wake=self._pacer.wake)
+        settings = support.pool_settings(vllm_config, self._config, device_type=device.device_type())
+        return PoolSchedulerSide(vllm_config, kv_cache_config, settings, wake=self._pacer.wake)
 
     def _make_worker_side(self, vllm_config: Any, kv_cache_config: Any) -> connector.WorkerSide:
         return PoolWorkerSide(vllm_config, kv_cache_config, self._config)
