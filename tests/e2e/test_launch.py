@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import urllib.request
 from pathlib import Path
 
@@ -17,12 +18,15 @@ from vllm_mooncake_ascend.cli import processes
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "build/models/tiny-gqa"
 STOP_TIMEOUT_S = 60
+SAVED_S = 20.0
 
 
 @pytest.mark.e2e
 def test_launch_serves_and_leaves_nothing(tmp_path: Path) -> None:
-    """Launches one prefill and one decode engine, asks the proxy once, sends SIGTERM: exit 0 and no process of the set."""
-    options = ("--served-model-name", "test", "--dtype", "float32", "--enforce-eager", "--max-model-len", "1024")
+    """Launches one prefill and one decode engine with a pool between them, asks the proxy once, looks into the pool, sends
+    SIGTERM: the prompt's whole block is in the pool, exit 0 and no process of the set."""
+    engines = ("--served-model-name", "test", "--dtype", "float32", "--enforce-eager", "--max-model-len", "1024")
+    options = ("--prefix-pooling", "--pool-segment", "64MB", "--block-size", "128", *engines)
     command = (sys.executable, "-m", "vllm_mooncake_ascend.cli.main", "launch", str(MODEL), "--json", "--logs", str(tmp_path))
     environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"}
     with subprocess.Popen((*command, *options), stdout=subprocess.PIPE, text=True, env=environment) as launched:
@@ -30,17 +34,41 @@ def test_launch_serves_and_leaves_nothing(tmp_path: Path) -> None:
             assert launched.stdout is not None
             servers = json.loads(launched.stdout.readline())["servers"]
             answer = ask(next(server["url"] for server in servers if server["role"] == "proxy"))
+            (master,) = (server for server in servers if server["role"] == "master")
+            num_saved = saved_objects(master["rpc_address"], master["url"].removeprefix("http://"))
             launched.send_signal(signal.SIGTERM)
             code = launched.wait(timeout=STOP_TIMEOUT_S)
         finally:
             if launched.poll() is None:
                 launched.terminate()
     alive = [pid for server in servers for pid in processes.live_group(server["pid"])]
-    assert (8, 0, []) == (answer["usage"]["completion_tokens"], code, alive)
+    assert (8, 1, 0, []) == (answer["usage"]["completion_tokens"], num_saved, code, alive)
+
+
+def saved_objects(master: str, metrics: str) -> int:
+    """What `pool stat` counts once something is there; saves run behind the answer."""
+    deadline_s = time.monotonic() + SAVED_S
+    while True:
+        command = (
+            sys.executable,
+            "-m",
+            "vllm_mooncake_ascend.cli.main",
+            "pool",
+            "stat",
+            "--master",
+            master,
+            "--metrics",
+            metrics,
+        )
+        done = subprocess.run((*command, "--json"), stdout=subprocess.PIPE, text=True, check=True)
+        num_objects = json.loads(done.stdout)["num_objects"]
+        if num_objects or time.monotonic() > deadline_s:
+            return num_objects
 
 
 def ask(url: str) -> dict[str, dict[str, int]]:
-    body = {"model": "test", "prompt": "Once upon a time", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    prompt = list(range(100, 300))
+    body = {"model": "test", "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
     request = urllib.request.Request(url + "/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"})
     with urllib.request.urlopen(request, timeout=120) as response:
         return json.load(response)
