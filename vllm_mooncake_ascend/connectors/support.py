@@ -33,7 +33,7 @@ def pool_settings(vllm_config: Any, config: PoolConfig, *, device_type: str) -> 
     """
     if not vllm_config.cache_config.enable_prefix_caching:
         raise ConfigError(
-            "the prefix pool needs prefix caching, which is off: either --no-enable-prefix-caching is set, or vLLM knows that a "
+            "the prefix pool needs prefix caching, which is off: --no-enable-prefix-caching is set, or vLLM knows that a "
             "prompt of this model cannot start from another's KV (non-causal attention, mean or CLS pooling; its log says so); "
             "remove that setting, or start this engine without the pool"
         )
@@ -42,8 +42,8 @@ def pool_settings(vllm_config: Any, config: PoolConfig, *, device_type: str) -> 
         # Scheduler.defer_block_free: for a consumer vLLM keeps the blocks of an ended request until the step under way has
         # written its last to them. On CPU a step ends before the next one begins.
         logger.warning(
-            "prefix pool: this engine saves and does not load: with kv_role %s and asynchronous scheduling vLLM gives out blocks "
-            "that a step under way still writes to; set kv_role to kv_both to load, too",
+            "prefix pool: this engine saves and does not load: with kv_role %s and asynchronous scheduling vLLM gives out "
+            "blocks that a step under way still writes to; set kv_role to kv_both to load, too",
             role.kv_role,
         )
         return msgspec.structs.replace(config, loads=False)
