@@ -11,7 +11,6 @@ Never used: `prefer_alloc_in_same_node` (a get with it does not look at the obje
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ import msgspec
 
 from vllm_mooncake_ascend import limits
 from vllm_mooncake_ascend.engines.base import StoreHealth, StoreKey
+from vllm_mooncake_ascend.engines.master_address import is_listening
 from vllm_mooncake_ascend.errors import EngineError
 from vllm_mooncake_ascend.layout.plane import Region
 from vllm_mooncake_ascend.planner.store_batch import StoreBatch
@@ -131,18 +131,6 @@ class NativeStore:
     def _alive(self) -> Any:
         assert self._store is not None, "no call may pass after close: it would end the process"
         return self._store
-
-
-def is_listening(master_address: str) -> bool:
-    """Whether somebody accepts at a plain `host:port`. True for other addresses: they are Mooncake's to resolve."""
-    if "://" in master_address:
-        return True
-    host, _, port = master_address.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=limits.STORE_CONNECT_S).close()
-    except (OSError, ValueError):
-        return False
-    return True
 
 
 def _setup_failure(settings: StoreSettings, segment_bytes: int, code: int) -> str:

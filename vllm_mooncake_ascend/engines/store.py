@@ -10,6 +10,10 @@ takes 4 s to say so. Calls soon after its death still find out the hard way, bec
 `is_lost`, and what to do about it is the breaker's business, not ours. A client that lends nothing never pings the master
 (Mooncake 0.3.13 starts that with the first segment), and takes itself for healthy for ever; where we have no other, `health`
 asks the master by a lookup.
+
+While the master cannot be reached, `health` also looks whether a new one has come behind its name (`master_address`), and then
+closes the clients, so that `connect` finds it. Where memory is lent that close holds the GIL for up to 9 s (measured), so
+Mooncake gets its chance to follow first.
 """
 
 from __future__ import annotations
@@ -20,9 +24,10 @@ import threading
 from collections.abc import Callable, Sequence
 
 from vllm_mooncake_ascend import limits
-from vllm_mooncake_ascend.engines import build, environment, store_codes
+from vllm_mooncake_ascend.engines import build, environment, master_address, store_codes
 from vllm_mooncake_ascend.engines.base import KeyOutcome, KeyResult, StoreAnswer, StoreHealth, StoreKey
-from vllm_mooncake_ascend.engines.native_store import MIN_SEGMENT_BYTES, NativeStore, StoreSettings, is_listening
+from vllm_mooncake_ascend.engines.master_address import MasterWatch, Resolver
+from vllm_mooncake_ascend.engines.native_store import MIN_SEGMENT_BYTES, NativeStore, StoreSettings
 from vllm_mooncake_ascend.engines.register import MemoryRegister
 from vllm_mooncake_ascend.engines.store_client import StoreClient
 from vllm_mooncake_ascend.engines.store_codes import StoreCall
@@ -40,12 +45,19 @@ _NO_KEY = "mooncake-ascend-health"
 class MooncakeStore:
     """Client of one pool. Make it in the thread that holds the device context (Ascend)."""
 
-    def __init__(self, settings: StoreSettings, *, alignment_bytes: int = 1) -> None:
+    def __init__(
+        self,
+        settings: StoreSettings,
+        *,
+        alignment_bytes: int = 1,
+        resolve: Resolver = master_address.resolve,
+    ) -> None:
         """Not connected yet. Adds safe MC_* defaults to this process's environment.
 
         Args:
             settings: which pool, and what we lend to it.
             alignment_bytes: `Device.alignment_bytes` of the device whose memory will be registered.
+            resolve: how the master's name is looked up.
         Raises:
             ConfigError: the installed Mooncake or the environment cannot serve the protocol.
         """
@@ -60,11 +72,16 @@ class MooncakeStore:
         has_two = settings.reads_apart and settings.segment_bytes > 0
         self._reading = StoreClient(settings, segment_bytes=0) if has_two else self._serving
         self._is_closed = False
+        self._watch = MasterWatch(settings.master_address, resolve)
+        self._is_leaving = False
+        """The clients are to be closed before any connects again."""
 
     def connect(self) -> None:
         with self._lock:
             if self._is_closed:
                 raise EngineError("connecting to the pool: the store is closed", outcome=Outcome.REFUSED)
+            if not any(client.is_connected for client in self._clients()):
+                self._watch.note_connecting()
             for client in self._clients():
                 if not client.is_connected:
                     client.connect(self._register.regions)
@@ -109,13 +126,12 @@ class MooncakeStore:
         return self._ask(self._serving, StoreCall.REMOVE, keys, lambda native: native.remove(keys), store_codes.remove_result)
 
     def health(self) -> StoreHealth:
-        if not all(client.is_connected for client in self._clients()):
-            return StoreHealth.CLOSED
-        if self._settings.segment_bytes > 0:
-            return self._serving.health()
-        if not is_listening(self._settings.master_address) or self.exists((_NO_KEY,)).is_lost:
-            return StoreHealth.UNREACHABLE
-        return StoreHealth.CONNECTED
+        if not self._is_leaving:
+            health = self._health()
+            if not self._watch.is_left_behind(health):
+                return health
+            self._is_leaving = True
+        return self._leave()
 
     def fence(self) -> bool:
         with self._lock:
@@ -129,6 +145,25 @@ class MooncakeStore:
         if not all(are_closed):
             _LOG.error("a call to the pool does not end, so its client stays open")
         return all(are_closed)
+
+    def _health(self) -> StoreHealth:
+        if not all(client.is_connected for client in self._clients()):
+            return StoreHealth.CLOSED
+        if self._settings.segment_bytes > 0:
+            return self._serving.health()
+        address = self._settings.master_address
+        if not master_address.is_listening(address) or self.exists((_NO_KEY,)).is_lost:
+            return StoreHealth.UNREACHABLE
+        return StoreHealth.CONNECTED
+
+    def _leave(self) -> StoreHealth:
+        """Close all clients; those of calls under way are asked again."""
+        with self._lock:
+            self._is_leaving = not all([client.close(wait_s=0.0) for client in self._clients()])
+        if self._is_leaving:
+            return StoreHealth.UNREACHABLE
+        _LOG.warning("the master of the pool has moved; connecting anew to master=%s", self._settings.master_address)
+        return StoreHealth.CLOSED
 
     def _clients(self) -> tuple[StoreClient, ...]:
         """The serving one first: what it lends is there when the other one asks."""
@@ -172,7 +207,9 @@ class MooncakeStore:
         if not client.close(wait_s=0.0):
             return False
         _LOG.info("client of the pool closed why='an earlier call may still move bytes'")
-        if not self._is_closed:
+        # All clients must have the same master: when it has moved, `health` closes the others too.
+        self._is_leaving = self._is_leaving or self._watch.has_moved()
+        if not self._is_closed and not self._is_leaving:
             try:
                 client.connect(self._register.regions)
             except EngineError as error:

@@ -1,0 +1,79 @@
+"""Where the master of a pool is: whether somebody listens there, and whether its name has come to stand for other machines.
+
+Only of a plain `host:port`. Other addresses (`etcd://...`) are Mooncake's to resolve, and it follows a new master by them.
+
+A new master behind the same name: Mooncake resolves the name for each connection it makes, so it follows by itself within 3 s
+where the old master refuses connections. Behind one that is silent, as a machine is that is gone, it keeps its connections
+and asks there for ever (measured, 0.3.13.post1).
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+
+from vllm_mooncake_ascend import limits
+from vllm_mooncake_ascend.engines.base import StoreHealth
+
+Resolver = Callable[[str], frozenset[str]]
+"""From a master's address to the IP addresses for which it stands now; none: not known."""
+
+
+class MasterWatch:
+    """Remembers where a master was found. Looks its name up when clients connect, and while it cannot be reached."""
+
+    def __init__(self, address: str, resolve: Resolver) -> None:
+        self._address = address
+        self._resolve = resolve
+        self._found_at: frozenset[str] = frozenset()
+        self._num_moved = 0
+        """Looks in a row that found it gone and its name moved."""
+
+    def note_connecting(self) -> None:
+        """All clients are about to connect."""
+        self._found_at = self._resolve(self._address)
+        self._num_moved = 0
+
+    def has_moved(self) -> bool:
+        """Whether its name stands for other machines than where it was found."""
+        now_at = self._resolve(self._address)
+        return bool(now_at and self._found_at) and now_at != self._found_at
+
+    def is_left_behind(self, health: StoreHealth) -> bool:
+        """Note what a look at the clients' health said. True: they hang on to a silent master, and another one is there."""
+        if health is StoreHealth.UNREACHABLE:
+            self._num_moved = self._num_moved + 1 if self.has_moved() else 0
+        elif health is StoreHealth.CONNECTED and self._num_moved > 0:
+            # Mooncake has followed by itself.
+            self.note_connecting()
+        return self._num_moved >= limits.PROBES_TO_MOVE
+
+
+def is_listening(master_address: str) -> bool:
+    """Whether somebody accepts at a plain address. True for others."""
+    place = _place(master_address)
+    if place is None:
+        return "://" in master_address
+    try:
+        socket.create_connection(place, timeout=limits.STORE_CONNECT_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def resolve(master_address: str) -> frozenset[str]:
+    """IP addresses of a plain address, as the system's resolver has them, which may take seconds. Empty: not known."""
+    place = _place(master_address)
+    if place is None:
+        return frozenset()
+    try:
+        return frozenset(str(found[4][0]) for found in socket.getaddrinfo(*place, type=socket.SOCK_STREAM))
+    except (OSError, UnicodeError):
+        return frozenset()
+
+
+def _place(master_address: str) -> tuple[str, int] | None:
+    host, _, port = master_address.rpartition(":")
+    if "://" in master_address or not host or not port.isdecimal():
+        return None
+    return host.strip("[]"), int(port)
