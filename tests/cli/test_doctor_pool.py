@@ -9,11 +9,15 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from vllm_mooncake_ascend.cli.doctor_pool import Master, findings_of, look_at, pool_config
+from vllm_mooncake_ascend.cli.doctor_lease import lease_of, measure_lease
+from vllm_mooncake_ascend.cli.doctor_pool import Lease, Master, findings_of, look_at, pool_config
 from vllm_mooncake_ascend.cli.main import build_app
-from vllm_mooncake_ascend.cli.master_http import Segment
+from vllm_mooncake_ascend.cli.master_http import MasterHttp, Segment
 from vllm_mooncake_ascend.config import PoolConfig, parse_pool
+from vllm_mooncake_ascend.engines import environment
 from vllm_mooncake_ascend.errors import ConfigError
+from vllm_mooncake_ascend.testing.memory_store import MemoryPool
+from vllm_mooncake_ascend.testing.mooncake_store_world import ProcessOwner
 from vllm_mooncake_ascend.testing.pool_master import PoolMaster
 
 ADDRESS = "127.0.0.1:50051"
@@ -50,6 +54,73 @@ def test_the_object_lease_the_master_must_have_is_told() -> None:
     """In milliseconds, as its option wants it."""
     (lease,) = [found for found in findings_of(config(object_lease_s=12.0), master()) if found.check == "pool object lease"]
     assert "--default_kv_lease_ttl=12000" in lease.remedy
+
+
+@pytest.mark.parametrize(
+    ("measured", "state", "word"),
+    [
+        (Lease(seconds=10.2, is_over=True), "warning", "set object_lease_s=10 in every engine"),
+        (Lease(seconds=29.4, is_over=True), "ok", "29.4 s;"),
+        (Lease(seconds=31.0), "ok", "31.0 s or more"),
+        (Lease(error="no room"), "skipped", "no room"),
+    ],
+)
+def test_a_measured_object_lease_is_judged(measured: Lease, state: str, word: str) -> None:
+    """Mooncake's own lease of 10 s under engines that trust in 30 s, one that fits, a longer one, none."""
+    found = findings_of(config(), master(), measured)[-1]
+    assert ("pool object lease", state, True) == (found.check, found.state, word in found.seen + found.remedy)
+
+
+class Clock:
+    """Time that passes by sleeping alone, in the pool too."""
+
+    def __init__(self, pool: MemoryPool) -> None:
+        self._pool = pool
+
+    def __call__(self) -> float:
+        return self._pool.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self._pool.advance(seconds)
+
+
+@pytest.mark.parametrize(
+    ("lease_s", "seconds", "is_over"), [(10.0, 10.0, True), (30.0, 30.0, True), (60.0, 31.0, False), (0.001, 0.0, True)]
+)
+def test_an_object_lease_is_measured(lease_s: float, seconds: float, is_over: bool) -> None:
+    """By an object in a pool in memory, as far as 30 s."""
+    pool = MemoryPool(object_lease_s=lease_s)
+    pool.client(segment_bytes=16 << 20).connect()
+    store = pool.client()
+    store.connect()
+    clock = Clock(pool)
+    found = lease_of(store, up_to_s=30.0, clock=clock, sleep=clock.sleep)
+    assert (pytest.approx(seconds, abs=0.2), is_over, "") == (found.seconds, found.is_over, found.error)
+
+
+def test_without_memory_no_object_lease_is_measured() -> None:
+    """Nobody lends any: the reason is the pool's own."""
+    store = MemoryPool().client()
+    store.connect()
+    assert "could not be put" in lease_of(store, up_to_s=1.0).error
+
+
+@pytest.mark.engine
+def test_the_object_lease_of_a_real_master_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of 2 s, under settings that say 4 s; nothing is left in the pool."""
+    pytest.importorskip("mooncake")
+    defaults = environment.safe_defaults({}, protocol="tcp", host="127.0.0.1") | environment.store_defaults({})
+    for name, value in defaults.items():
+        monkeypatch.setenv(name, value)
+    running = PoolMaster(object_lease_s=2.0)
+    owner = ProcessOwner(running.address, 64 << 20)
+    try:
+        found = measure_lease(config(master_address=running.address, object_lease_s=4.0))
+        keys = MasterHttp(running.metrics_address).keys()
+    finally:
+        owner.end()
+        running.end()
+    assert (pytest.approx(2.0, abs=0.9), True, [], True) == (found.seconds, found.is_over, keys, found.falls_short_of(4.0))
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """The master's name comes to stand for another machine while the old one is silent: clients go after it without a restart.
 
-A relay is the name. Mooncake keeps the IP addresses that it found for a name, for minutes while something accepts there, and makes
-its next connections to them, too; a new client looks the name up. So the relay leads to the old master, which is stopped, until
-the clients are closed, and to the new one from then on.
+A relay is the name. Mooncake keeps the IP addresses that it found for a name, for minutes while something accepts there, and
+makes its next connections to them, too; a new client looks the name up. So the relay leads to the old master, which is stopped,
+until the clients are closed, and to the new one from then on.
 """
 
 from __future__ import annotations

@@ -26,6 +26,11 @@ def doctor(
     pool_metrics: str = typer.Option(
         "", metavar="HOST:PORT", help=f"Metrics port of the pool's master; left out: port {DEFAULT_PORT} of its host."
     ),
+    pool_lease: bool = typer.Option(
+        False,
+        "--pool-lease",
+        help="Measure the object lease of the pool's master: puts a small object, takes as long as it is.",
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print the findings as JSON."),
 ) -> None:
     """Check whether engines with our connector can run on this machine; ends with 1 when something must be mended."""
@@ -35,7 +40,7 @@ def doctor(
         of_transfers = None if connector == STORE_CONNECTOR else extra_config
         findings = diagnose(facts, extra_config=of_transfers, read_text=lambda name: Path(name).read_text())
         if not any(finding.check == "settings" and finding.state == "error" for finding in findings):
-            findings += _pool_findings(facts, connector, extra_config or {}, pool_metrics)
+            findings += _pool_findings(facts, connector, extra_config or {}, pool_metrics, measures_lease=pool_lease)
     if as_json:
         print(json.dumps({"findings": msgspec.to_builtins(findings)}))
     else:
@@ -57,13 +62,22 @@ def settings_of(text: str) -> tuple[str, dict[str, object] | None]:
     return str(config.get("kv_connector", "")), extra
 
 
-def _pool_findings(facts: Facts, connector: str, extra_config: dict[str, object], metrics: str) -> list[Finding]:
+def _pool_findings(
+    facts: Facts, connector: str, extra_config: dict[str, object], metrics: str, *, measures_lease: bool
+) -> list[Finding]:
     """About the pool that the settings or the environment name; none where they name none."""
     try:
         config = pool_config(connector, extra_config, os.environ, device_type=facts.device_type)
     except ConfigError as error:
         return [Finding(check="pool settings", state="error", seen=str(error), remedy="see docs/configuration.md")]
-    return findings_of(config, look_at(config, metrics)) if config else []
+    if config is None:
+        return []
+    master = look_at(config, metrics)
+    if not measures_lease or master.connect_error:
+        return findings_of(config, master)
+    from vllm_mooncake_ascend.cli.doctor_lease import measure_lease
+
+    return findings_of(config, master, measure_lease(config))
 
 
 def table_of(findings: list[Finding]) -> Table:

@@ -17,6 +17,8 @@ from vllm_mooncake_ascend.errors import ConfigError
 
 STORE_CONNECTOR = "MooncakeStoreConnectorV1"
 _HOST = "127.0.0.1"
+LAG_S = 1.0
+"""How far what is measured may lie from an object lease: calls take time, and a busy machine more of it."""
 
 
 class Master(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,6 +28,19 @@ class Master(msgspec.Struct, frozen=True, kw_only=True):
     connect_error: str
     metrics_error: str
     segments: tuple[Segment, ...]
+
+
+class Lease(msgspec.Struct, frozen=True, kw_only=True):
+    """What was measured of a master's object lease."""
+
+    seconds: float = 0.0
+    is_over: bool = False
+    """False: after so many seconds it was not over, and nobody waited longer."""
+    error: str = ""
+    """Why nothing could be measured; empty: something was."""
+
+    def falls_short_of(self, seconds: float) -> bool:
+        return self.is_over and self.seconds < seconds - LAG_S
 
 
 def pool_config(
@@ -67,20 +82,33 @@ def look_at(config: PoolConfig, metrics: str) -> Master:
     )
 
 
-def findings_of(config: PoolConfig, master: Master) -> list[Finding]:
-    """What is to be said about a pool."""
+def findings_of(config: PoolConfig, master: Master, lease: Lease | None = None) -> list[Finding]:
+    """What is to be said about a pool. `lease`: of the master, if it was measured."""
     lease_ms = f"--default_kv_lease_ttl={config.object_lease_s * 1e3:.0f}"
     start = f"mooncake_master {lease_ms} --client_ttl={limits.MASTER_CLIENT_TTL_S:.0f}"
     if master.connect_error:
         seen = f"{master.address}: {master.connect_error}"
         return [Finding(check="pool master", state="error", seen=seen, remedy=f"start it: {start}, or correct its address")]
     findings = [Finding(check="pool master", state="ok", seen=f"{master.address} accepts connections"), _memory(config, master)]
-    # Its metrics port has neither; only a get that fails with -707 would tell.
-    seen = f"a master tells neither its object lease nor its version; object_lease_s={config.object_lease_s:g} here"
-    return [
-        *findings,
-        Finding(check="pool object lease", state="skipped", seen=seen, remedy=f"make sure it runs with {lease_ms}"),
-    ]
+    return [*findings, _object_lease(config, lease, lease_ms)]
+
+
+def _object_lease(config: PoolConfig, lease: Lease | None, option: str) -> Finding:
+    """A master's pages have neither its lease nor its version."""
+    check, remedy = "pool object lease", f"make sure the master runs with {option}, or measure it with --pool-lease"
+    ours = f"object_lease_s={config.object_lease_s:g} here"
+    if lease is None:
+        return Finding(check=check, state="skipped", seen=f"a master does not tell it; {ours}", remedy=remedy)
+    if lease.error:
+        return Finding(check=check, state="skipped", seen=f"not measured: {lease.error}", remedy=remedy)
+    if lease.falls_short_of(config.object_lease_s):
+        return Finding(
+            check=check,
+            state="warning",
+            seen=f"the master keeps what was looked up for {lease.seconds:.1f} s; {ours}: it may be gone before it is loaded",
+            remedy=f"start the master with {option}, or set object_lease_s={max(1, round(lease.seconds))} in every engine",
+        )
+    return Finding(check=check, state="ok", seen=f"{lease.seconds:.1f} s{'' if lease.is_over else ' or more'}; {ours}")
 
 
 def _memory(config: PoolConfig, master: Master) -> Finding:
