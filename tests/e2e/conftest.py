@@ -1,8 +1,8 @@
-"""Engines of the end-to-end tests: one pair and one plain engine for all of them, extra ones where a test kills or tunes.
+"""Engines of the end-to-end tests: a pair, a pool and a plain engine for all of them, extra ones where a test kills or tunes.
 
 Everything runs in float32 with blocks of 32 tokens and prefill chunks of 512, so that answers must be equal token by
 token and block edges are near. `pair` is the fixture that most tests take: it ends with the proof that nothing was left
-behind.
+behind; `pool` is the same for two engines that share a prefix pool.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import pytest
 from vllm_mooncake_ascend.cli import processes
 from vllm_mooncake_ascend.testing.engine_messages import EngineSpec
 from vllm_mooncake_ascend.testing.engine_pair import SHORT_GOLDEN_LENGTHS, EnginePair, Reference
+from vllm_mooncake_ascend.testing.engine_pool import CONNECTOR, PoolEngines, pool_options
 from vllm_mooncake_ascend.testing.engine_process import EngineProcess, wait_all_ready
+from vllm_mooncake_ascend.testing.pool_master import PoolMaster
 
 ROOT = Path(__file__).resolve().parents[2]
 LOGS = ROOT / "build" / "logs" / "e2e"
@@ -40,8 +42,14 @@ MakePair = Callable[..., EnginePair]
 def engine_spec(name: str, model: str, kv_role: str = "", *, extra: dict[str, Any] | None = None, **args: Any) -> EngineSpec:
     folder = ROOT / "build" / "models" / model
     assert folder.exists(), f"{folder} is missing: run python scripts/make_models.py"
+    connector = {"connector": args.pop("connector")} if "connector" in args else {}
     return EngineSpec(
-        name=name, model=str(folder), kv_role=kv_role, engine_args={**ENGINE_ARGS, **args}, extra_config=extra or {}
+        name=name,
+        model=str(folder),
+        kv_role=kv_role,
+        engine_args={**ENGINE_ARGS, **args},
+        extra_config=extra or {},
+        **connector,
     )
 
 
@@ -49,7 +57,9 @@ def _starter(started: list[EngineProcess]) -> Start:
     def start(
         name: str, model: str = GQA, kv_role: str = "", *, extra: dict[str, Any] | None = None, **args: Any
     ) -> EngineProcess:
-        engine = EngineProcess(engine_spec(name, model, kv_role, extra=extra, **args), log_folder=LOGS)
+        environment = args.pop("environment", None)
+        spec = engine_spec(name, model, kv_role, extra=extra, **args)
+        engine = EngineProcess(spec, log_folder=LOGS, environment=environment)
         engine.log_path.unlink(missing_ok=True)
         started.append(engine)
         engine.start()
@@ -81,24 +91,32 @@ def start_for_module() -> Iterator[Start]:
 
 
 @pytest.fixture(scope="session")
-def _session() -> Iterator[EnginePair]:
+def _plain() -> Iterator[EngineProcess]:
+    """Started, and perhaps not ready yet."""
+    started: list[EngineProcess] = []
+    yield _starter(started)("plain", GQA)
+    _kill(started)
+
+
+@pytest.fixture(scope="session")
+def reference(_plain: EngineProcess) -> Reference:
+    """The plain engine of the small model."""
+    _plain.wait_ready()
+    return Reference(_plain)
+
+
+@pytest.fixture(scope="session")
+def _session(_plain: EngineProcess, request: pytest.FixtureRequest) -> Iterator[EnginePair]:
     started: list[EngineProcess] = []
     begin = _starter(started)
-    engines = [begin("prefill", GQA, "kv_producer"), begin("decode", GQA, "kv_consumer"), begin("plain", GQA)]
+    prefill, decode = begin("prefill", GQA, "kv_producer"), begin("decode", GQA, "kv_consumer")
     try:
-        wait_all_ready(engines)
-        prefill, decode, plain = engines
-        pair = EnginePair(prefill, decode, Reference(plain))
+        wait_all_ready(started)
+        pair = EnginePair(prefill, decode, request.getfixturevalue("reference"))
         pair.warm_up()
         yield pair
     finally:
         _kill(started)
-
-
-@pytest.fixture(scope="session")
-def reference(_session: EnginePair) -> Reference:
-    """The plain engine of the small model."""
-    return _session.reference
 
 
 @pytest.fixture
@@ -152,3 +170,46 @@ def fat(_fat: EnginePair) -> Iterator[EnginePair]:
     _fat.revive()
     yield _fat
     assert {} == _fat.remains()
+
+
+@pytest.fixture(scope="session")
+def _pool_master() -> Iterator[PoolMaster]:
+    master = PoolMaster()
+    yield master
+    master.end()
+
+
+@pytest.fixture(scope="session")
+def _pool(_plain: EngineProcess, _pool_master: PoolMaster, request: pytest.FixtureRequest) -> Iterator[PoolEngines]:
+    started: list[EngineProcess] = []
+    begin = _pool_starter(_starter(started), _pool_master)
+    engines = [begin("pool-first"), begin("pool-second", extra={"segment_bytes": 0, "save_decode": True})]
+    try:
+        wait_all_ready(engines)
+        pool = PoolEngines(engines, request.getfixturevalue("reference"))
+        pool.warm_up()
+        yield pool
+    finally:
+        _kill(started)
+
+
+@pytest.fixture
+def pool(_pool: PoolEngines) -> Iterator[PoolEngines]:
+    """Two engines that share a pool, whose memory the first one lends; the second one saves what it generates, too. When the
+    test is over, golden answers must be right and nothing may be left behind."""
+    _pool.revive()
+    yield _pool
+    assert {} == _pool.remains()
+
+
+@pytest.fixture
+def start_in_pool(start: Start, _pool_master: PoolMaster) -> Start:
+    """Starts extra engines of one test that share the pool of `pool`."""
+    return _pool_starter(start, _pool_master)
+
+
+def _pool_starter(start: Start, master: PoolMaster) -> Start:
+    def start_in_pool(name: str, model: str = GQA, *, extra: dict[str, Any] | None = None, **args: Any) -> EngineProcess:
+        return start(name, model, "kv_both", extra=pool_options(master, **(extra or {})), connector=CONNECTOR, **args)
+
+    return start_in_pool

@@ -26,8 +26,9 @@ from vllm_mooncake_ascend.testing import engine_inside as inside
 from vllm_mooncake_ascend.testing import engine_messages as messages
 from vllm_mooncake_ascend.testing.engine_messages import EngineSpec, FrameSocket, Sampling
 
-CONNECTOR = "MooncakeConnectorV1"
 CONNECTOR_PACKAGE = "vllm_mooncake_ascend"
+VLLMS_OWN = ("MultiConnector",)
+"""Connectors that vLLM has itself."""
 EMPTY_STEP_PAUSE_S = 0.001
 """vLLM's engine core sleeps this long after a step that ran nothing."""
 PR_SET_PDEATHSIG = 1
@@ -101,7 +102,9 @@ class EngineChild:
             time.sleep(EMPTY_STEP_PAUSE_S)
 
     def _submit(self, command: messages.Submit) -> None:
-        prompt = {"prompt_token_ids": list(command.prompt_token_ids)}
+        prompt: dict[str, Any] = {"prompt_token_ids": list(command.prompt_token_ids)}
+        if command.cache_salt:
+            prompt["cache_salt"] = command.cache_salt
         params = sampling_params(command.sampling, json.loads(command.params_json))
         self._engine.add_request(command.request_id, prompt, params)
 
@@ -139,8 +142,8 @@ def build_engine(spec: EngineSpec) -> Any:
     arguments = dict(spec.engine_args)
     if spec.kv_role:
         arguments["kv_transfer_config"] = KVTransferConfig(
-            kv_connector=CONNECTOR,
-            kv_connector_module_path=CONNECTOR_PACKAGE,
+            kv_connector=spec.connector,
+            kv_connector_module_path=None if spec.connector in VLLMS_OWN else CONNECTOR_PACKAGE,
             kv_role=spec.kv_role,
             kv_connector_extra_config=dict(spec.extra_config),
         )

@@ -25,6 +25,8 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Folder of the model."""
     kv_role: str = ""
     """kv_producer, kv_consumer or kv_both; empty: a plain engine without connector."""
+    connector: str = "MooncakeConnectorV1"
+    """One of ours, or vLLM's MultiConnector, whose parts stand in `extra_config`."""
     engine_args: dict[str, Any] = {}
     """vLLM's `EngineArgs`, beyond the model and the connector."""
     extra_config: dict[str, Any] = {}
@@ -59,6 +61,7 @@ class Submit(_Command, frozen=True, kw_only=True):
     sampling: Sampling
     params_json: str
     """kv_transfer_params; `null` for none."""
+    cache_salt: str = ""
 
 
 class Abort(_Command, frozen=True, kw_only=True):

@@ -7,69 +7,29 @@ so that a test can end by showing that nothing was left behind.
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
-
-import msgspec
 
 from vllm_mooncake_ascend.runtime.release import send_release
 from vllm_mooncake_ascend.testing import engine_messages as messages
 from vllm_mooncake_ascend.testing.engine_answer import Answer, Text
 from vllm_mooncake_ascend.testing.engine_messages import Sampling
 from vllm_mooncake_ascend.testing.engine_process import POLL_S, REQUEST_TIMEOUT_S, EngineProcess, Running
+from vllm_mooncake_ascend.testing.engine_prompts import (
+    GOLDEN_LENGTHS,
+    SHORT_GOLDEN_LENGTHS,
+    Prompt,
+    Reference,
+    golden_prompts,
+    random_prompt,
+)
+from vllm_mooncake_ascend.testing.engine_rest import AtRest
+
+__all__ = ["GOLDEN_LENGTHS", "PREFILL_SAMPLING", "SHORT_GOLDEN_LENGTHS", "EnginePair", "Prompt", "Reference", "random_prompt"]
 
 PREFILL_SAMPLING = Sampling(max_tokens=1)
-GAUGES = ("leases_open", "blocks_pinned", "loads_in_flight", "quarantined_blocks")
-SETTLE_TIMEOUT_S = 10.0
-SETTLE_POLL_S = 0.1
 RELEASE_TIMEOUT_S = 10.0
-NUM_LANES = 4
-"""Connections that Mooncake's TCP transport opens to a peer as it needs them and then keeps (MC_TCP_LANES_PER_PEER)."""
-VOCABULARY = range(3, 49_000)
-"""Token ids of the test models, special tokens left out."""
-GOLDEN_LENGTHS = (5, 32, 65, 300, 700, 31, 33, 128, 513, 1100)
-SHORT_GOLDEN_LENGTHS = (5, 32, 65, 100, 200, 31, 33, 64, 96, 130)
-"""For a model whose prefill is slow."""
-NUM_KEPT_GOLDEN = 5
-"""So many of the golden prompts are the same every time, and so are cached; the others are new every time."""
-
-Prompt = tuple[int, ...]
-
-
-class Footprint(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine holds; two of them are equal when nothing was left behind between them."""
-
-    num_requests: int
-    num_running: int
-    num_waiting: int
-    num_free_blocks: int
-    held_block_ids: tuple[int, ...]
-    gauges: dict[str, float]
-    num_threads: int
-    num_sockets: int
-
-
-def random_prompt(seed: object, num_tokens: int) -> Prompt:
-    """A prompt that no other seed gives."""
-    source = random.Random(f"{seed}/{num_tokens}")
-    return tuple(source.choice(VOCABULARY) for _ in range(num_tokens))
-
-
-class Reference:
-    """Answers of a plain engine, asked once for each prompt."""
-
-    def __init__(self, engine: EngineProcess) -> None:
-        self.engine = engine
-        self._known: dict[tuple[Prompt, Sampling], Text] = {}
-
-    def text(self, prompt: Prompt, sampling: Sampling) -> Text:
-        """What vLLM without us answers."""
-        key = (prompt, sampling)
-        if key not in self._known:
-            self._known[key] = self.engine.submit(prompt, sampling).result().text
-        return self._known[key]
 
 
 class EnginePair:
@@ -81,15 +41,14 @@ class EnginePair:
         decode: EngineProcess,
         reference: Reference,
         *,
-        golden_lengths: Sequence[int] = GOLDEN_LENGTHS,
+        golden_lengths: tuple[int, ...] = GOLDEN_LENGTHS,
     ) -> None:
         self.prefill = prefill
         self.decode = decode
         self.reference = reference
         self._golden_lengths = golden_lengths
         self._num_checks = 0
-        self._num_flushes = 0
-        self._at_start: dict[str, Footprint] = {}
+        self._rest = AtRest()
 
     # --- what a proxy does ----------------------------------------------------------------------------------------
 
@@ -169,8 +128,7 @@ class EnginePair:
 
     def remember(self, engine: EngineProcess) -> None:
         """Take what an engine holds now for its start: the first time, and after a restart."""
-        self._at_start.pop(engine.spec.name, None)
-        self._at_start[engine.spec.name] = self._settled(engine)
+        self._rest.remember(engine)
 
     def remains(self) -> dict[str, Any]:
         """What is not as it was at the start, golden answers included; {} when all is well.
@@ -185,7 +143,7 @@ class EnginePair:
         if len(engines) == 2 and (wrong := self._wrong_golden_answers()):
             found["wrong golden answers"] = wrong
         for engine in engines:
-            if different := self._changes(engine):
+            if different := self._rest.changes(engine):
                 found[engine.spec.name] = different
         return found
 
@@ -200,49 +158,12 @@ class EnginePair:
 
     def flush(self, engine: EngineProcess) -> None:
         """One small request: an idle engine runs no hook, so releases that came in wait for the next request."""
-        self._num_flushes += 1
-        engine.submit(random_prompt(f"flush {self._num_flushes}", 4), PREFILL_SAMPLING).result()
+        self._rest.flush(engine)
 
     def _wrong_golden_answers(self) -> dict[int, Text]:
         """Ten prompts, half of them seen before (local hits on both sides), half new."""
         self._num_checks += 1
-        seeds = ["golden"] * NUM_KEPT_GOLDEN + [f"golden {self._num_checks}"] * NUM_KEPT_GOLDEN
-        return self.wrong_answers(map(random_prompt, seeds, self._golden_lengths))
-
-    def _changes(self, engine: EngineProcess) -> dict[str, tuple[Any, Any]]:
-        """What differs from the engine's start, as (at start, now); fewer threads and sockets do not."""
-        before = msgspec.to_builtins(self._at_start[engine.spec.name])
-        after = msgspec.to_builtins(self._settled(engine))
-        grown = {name: (before[name], after[name]) for name in before if before[name] != after[name]}
-        for name, spare in (("num_threads", 0), ("num_sockets", NUM_LANES)):
-            if after[name] <= before[name] + spare:
-                grown.pop(name, None)
-        return grown
-
-    def _settled(self, engine: EngineProcess) -> Footprint:
-        """The engine's footprint, once it holds nothing or has had its time to let go."""
-        deadline_s = time.monotonic() + SETTLE_TIMEOUT_S
-        while True:
-            self.flush(engine)
-            found = footprint(engine)
-            if _is_idle(found) or time.monotonic() > deadline_s:
-                return found
-            time.sleep(SETTLE_POLL_S)
-
-
-def footprint(engine: EngineProcess) -> Footprint:
-    """What an engine holds now."""
-    state, metrics = engine.state(), engine.metrics()
-    return Footprint(
-        num_requests=state.num_requests,
-        num_running=state.num_running,
-        num_waiting=state.num_waiting,
-        num_free_blocks=state.num_free_blocks,
-        held_block_ids=state.held_block_ids,
-        gauges={name: metrics.get(f"mooncake_ascend:{name}", 0.0) for name in GAUGES},
-        num_threads=state.num_threads,
-        num_sockets=state.num_sockets,
-    )
+        return self.wrong_answers(golden_prompts(self._golden_lengths, self._num_checks))
 
 
 def _take_finished(engine: EngineProcess, requests: dict[Prompt, Running]) -> list[tuple[Prompt, Running]]:
@@ -254,7 +175,3 @@ def _take_finished(engine: EngineProcess, requests: dict[Prompt, Running]) -> li
     if not finished:
         time.sleep(POLL_S)
     return finished
-
-
-def _is_idle(found: Footprint) -> bool:
-    return not found.held_block_ids and found.num_requests == 0 and not any(found.gauges.values())

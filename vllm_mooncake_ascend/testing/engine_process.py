@@ -217,6 +217,7 @@ class EngineProcess:
         sampling: Sampling | None = None,
         *,
         params: object = None,
+        cache_salt: str = "",
         request_id: str = "",
     ) -> Running:
         """Give the engine a request.
@@ -237,6 +238,7 @@ class EngineProcess:
             prompt_token_ids=tuple(prompt_token_ids),
             sampling=sampling,
             params_json=json.dumps(params),
+            cache_salt=cache_salt,
         )
         try:
             self.call(command)

@@ -21,10 +21,13 @@ _POLL_S = 0.02
 class PoolMaster:
     """Runs from the constructor to `end`, with interruptions."""
 
-    def __init__(self, *, object_lease_s: float = limits.OBJECT_LEASE_S) -> None:
+    def __init__(
+        self, *, object_lease_s: float = limits.OBJECT_LEASE_S, client_ttl_s: float = limits.MASTER_CLIENT_TTL_S
+    ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="pool-master-")
         log_path = Path(self._folder.name) / "master.log"
-        self._server = Server(servers.master(host=_HOST, object_lease_s=object_lease_s), host=_HOST, log_path=log_path)
+        spec = servers.master(host=_HOST, object_lease_s=object_lease_s, arguments=("--client_ttl", f"{client_ttl_s:.0f}"))
+        self._server = Server(spec, host=_HOST, log_path=log_path)
         self._wait_ready()
 
     @property
