@@ -16,6 +16,7 @@ pytest.importorskip("mooncake")
 from tests.connector.test_pool_engines import BLOCK, Make, admit, compute, drain, fresh_prompt, loaded_tokens
 from tests.connector.test_pool_engines import pair as pair
 from tests.connector.test_two_engines import prompt_of, settle
+from vllm_mooncake_ascend.testing.held_store import HeldStore
 
 pytestmark = pytest.mark.engine
 
@@ -62,4 +63,49 @@ def test_kv_transfer_params_of_any_kind_are_survived(pair: tuple[Any, Any], odd:
     request_id = compute(second, prompt, transfer=odd)
 
     assert (2 * BLOCK, [10, 11, 12, 13]) == (loaded_tokens(second), second.tokens[request_id])
+    settle(first, second)
+
+
+def hold_store(engine: Any, *, rank: int = 0) -> HeldStore:
+    """The store of one worker, whose calls the test may hold from now on."""
+    shell = engine.workers[rank]._working._shell
+    shell._store = HeldStore(shell._store)
+    return shell._store
+
+
+@pytest.mark.parametrize("reset_running_requests", [False, True])
+def test_a_reset_while_blocks_are_saved_leaves_nothing_to_find(make_pool_engine: Make, reset_running_requests: bool) -> None:
+    """Goal: vLLM's own reset fails while a block is pinned, and KV of old weights would be found. Method: hold a put, reset;
+    then let it go on, and reset again."""
+    engine = make_pool_engine()
+    gate = hold_store(engine).hold("put")
+    prompt = prompt_of(4 * BLOCK + 1)
+    engine.run_until(engine.add(prompt))
+    assert gate.entered.wait(10.0)
+    assert engine.scheduler.has_requests()  # so that a pause waits for the end of the save
+
+    assert not engine.scheduler.reset_prefix_cache(reset_connector=True)
+
+    again = engine.add(prompt, max_tokens=1)
+    while not (scheduled := engine.step().num_scheduled_tokens):
+        pass
+    assert {again: len(prompt)} == scheduled
+    gate.open()
+    drain(engine)
+    assert engine.free_at_start == engine.num_free_blocks
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=reset_running_requests, reset_connector=True)
+
+
+def test_the_answer_to_a_prompt_shorter_than_a_block_is_saved(make_pool_engine: Make) -> None:
+    """Goal: a chat may begin with a few words. Method: `save_decode`, no block hash at the request's arrival."""
+    first, second = make_pool_engine(save_decode=True), make_pool_engine()
+    prompt = prompt_of(BLOCK - 3)
+    request_id = compute(first, prompt, max_tokens=3 * BLOCK)
+    next_turn = prompt + first.tokens[request_id] + prompt_of(10, salt=5)
+
+    admitted = admit(second, next_turn)
+
+    assert 3 * BLOCK == loaded_tokens(second)
+    assert second.holds_kv(next_turn, second.block_ids(admitted), num_tokens=3 * BLOCK)
+    second.run_until(admitted)
     settle(first, second)

@@ -94,6 +94,10 @@ class CombinedSchedulerSide:
         return self._p2p.is_waiting or self._pool.is_waiting
 
     @property
+    def is_patient(self) -> bool:
+        return self._pool.is_patient and not self._p2p.is_waiting
+
+    @property
     def wants_steps(self) -> bool:
         return self._p2p.wants_steps or self._pool.wants_steps
 

@@ -69,7 +69,11 @@ class SchedulerSide(Protocol):
 
     @property
     def is_waiting(self) -> bool:
-        """vLLM steps for requests that cannot run until something of ours ends."""
+        """vLLM steps for requests that cannot run until something of ours ends, or for our sake alone."""
+
+    @property
+    def is_patient(self) -> bool:
+        """No request waits for it."""
 
     @property
     def wants_steps(self) -> bool:
@@ -132,6 +136,7 @@ class MooncakeConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._layout: RankLayout | None = None
+        self._cached: versions.LocalCache | None = None
         self._step = StepMetadata()
         self._pacer = Pacer(wait_s=config.empty_step_wait_s, may_sleep=vllm_config.parallel_config.data_parallel_size == 1)
         if role == KVConnectorRole.SCHEDULER:
@@ -177,6 +182,7 @@ class MooncakeConnector(KVConnectorBase_V1, SupportsHMA):
         self.bind_gpu_block_pool(versions.block_pool_of(kv_cache_manager))
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._cached = versions.LocalCache(gpu_block_pool)
         self._scheduling.bind_block_pool(gpu_block_pool)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
@@ -214,13 +220,16 @@ class MooncakeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         self._scheduling.observe_step(scheduler_output)
-        self._pacer.step(self._scheduling, runs_something=scheduler_output.total_num_scheduled_tokens > 0)
-        return self._scheduling.take_step()
+        number = self._pacer.step(self._scheduling, runs_something=scheduler_output.total_num_scheduled_tokens > 0)
+        step = self._scheduling.take_step()
+        step.number = number
+        return step
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self._pacer.came_back()
         found = connector_output.kv_connector_worker_meta
-        self._scheduling.update_results(found if isinstance(found, WorkerMetadata) else WorkerMetadata())
+        results = found if isinstance(found, WorkerMetadata) else WorkerMetadata()
+        self._pacer.came_back(results.number)
+        self._scheduling.update_results(results)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -237,7 +246,11 @@ class MooncakeConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduling.wants_steps
 
     def reset_cache(self) -> bool | None:
+        """vLLM's own reset does nothing, and says so, while a block is in use, as it is while we move it: what vLLM has cached
+        is not found any more all the same."""
+        assert self._cached is not None, "vLLM binds the block pool first"
         self._scheduling.reset_cache()
+        self._cached.forget()
         return True
 
     def take_events(self) -> list[Any]:
@@ -285,6 +298,8 @@ class MooncakeConnector(KVConnectorBase_V1, SupportsHMA):
         if self._step.echo:
             results = results or WorkerMetadata()
             results.echo = self._step.echo
+        if results is not None:
+            results.number = self._step.number
         return results
 
     # --- both roles -----------------------------------------------------------------------------------------------

@@ -26,6 +26,8 @@ class StepMetadata(KVConnectorMetadata):
     """Receives that have ended: every worker tells vLLM of each, in this step."""
     echo: int = 0
     """Not 0: every worker sends it back with the output of this step, whose KV is written then."""
+    number: int = 0
+    """Of the step: workers that have something to tell send it back."""
 
 
 @dataclasses.dataclass
@@ -43,6 +45,8 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
     pool: PoolResults = NO_POOL_RESULTS
     echo: int = 0
     """That of the step. vLLM aggregates the workers' outputs of one step, so it is the same for all."""
+    number: int = 0
+    """Likewise."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, WorkerMetadata)
@@ -50,4 +54,5 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
             p2p=WorkerResults(ended=self.p2p.ended + other.p2p.ended),
             pool=PoolResults(loads=self.pool.loads + other.pool.loads, saves=self.pool.saves + other.pool.saves),
             echo=max(self.echo, other.echo),
+            number=max(self.number, other.number),
         )

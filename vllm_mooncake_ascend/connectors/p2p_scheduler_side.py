@@ -191,6 +191,11 @@ class P2PSchedulerSide:
         return bool(self._wanted or self._offered or self._shell.waits_for_peers())
 
     @property
+    def is_patient(self) -> bool:
+        """Never: vLLM steps for requests alone."""
+        return False
+
+    @property
     def wants_steps(self) -> bool:
         """Never: an idle engine sleeps, whatever its leases hold."""
         return False

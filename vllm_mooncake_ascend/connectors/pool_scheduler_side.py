@@ -16,7 +16,7 @@ from vllm_mooncake_ascend.connectors import adapters, hashing, identity, kv_even
 from vllm_mooncake_ascend.connectors.device import device_type
 from vllm_mooncake_ascend.connectors.envelopes import StepMetadata, WorkerMetadata
 from vllm_mooncake_ascend.connectors.kv_events import KvEvents
-from vllm_mooncake_ascend.connectors.pool_store import make_store
+from vllm_mooncake_ascend.connectors.pool_store import has_seals, make_store
 from vllm_mooncake_ascend.connectors.progress import BlockTable, Chunk, Progress
 from vllm_mooncake_ascend.connectors.versions import HAS_FAILED_RECEIVES, BlockPins, LocalCache
 from vllm_mooncake_ascend.errors import ConfigError
@@ -45,6 +45,7 @@ class PoolSchedulerSide:
         self._config = config
         self._wake = wake
         self._hashing = hashing.hashing_of(vllm_config, kv_cache_config)
+        self._identity = identity.cache_identity(vllm_config, device_type())
         self._private_reason = _private_reason(vllm_config, config)
         self._pins: BlockPins | None = None
         self._local: LocalCache | None = None
@@ -185,12 +186,16 @@ class PoolSchedulerSide:
 
     @property
     def is_waiting(self) -> bool:
-        return self._started.shell.num_waiting > 0 or self._started.shell.num_saves > 0
+        return self._started.shell.num_waiting > 0 or self.wants_steps
+
+    @property
+    def is_patient(self) -> bool:
+        return self._started.shell.num_waiting == 0
 
     @property
     def wants_steps(self) -> bool:
-        """Blocks are kept for a save until its end is told, which only a step's output does."""
-        return self._started.shell.num_saves > 0
+        """Blocks are kept for a save, or a load that was given up, until its end is told, which only a step's output does."""
+        return self._block_pins.num_pinned > 0 and not self._started.shell.has_failed
 
     def take_step(self) -> StepMetadata:
         started = self._started
@@ -264,10 +269,11 @@ class PoolSchedulerSide:
     def _namespace(self, generation: str) -> str:
         return pool_keys.namespace(
             pool_keys.NamespaceFacts(
-                identity=identity.cache_identity(self._vllm_config, device_type()),
+                identity=self._identity,
                 hashing=self._hashing,
                 tenant=self._config.tenant,
                 generation=generation,
+                is_sealed=has_seals(device_type()),
             )
         )
 
@@ -276,6 +282,7 @@ class PoolSchedulerSide:
         if started.events is not None:
             started.requests[request_id] = request
         hashes = adapters.pool_hashes(request)
+        may_save = self._saves and hashes is not None and not requests.may_be_rewritten(request)
         if hashes is None:
             hashes, may_load = (), False
         started.shell.feed(
@@ -285,7 +292,7 @@ class PoolSchedulerSide:
                 num_prompt_tokens=requests.num_prompt_tokens(request),
                 num_local_tokens=self._num_local_tokens(request) if may_load else 0,
                 may_load=may_load,
-                may_save=self._saves and len(hashes) > 0,
+                may_save=may_save,
             )
         )
 

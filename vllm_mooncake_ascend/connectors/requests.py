@@ -66,6 +66,11 @@ def may_use_cached(request: Any) -> bool:
     return not skips and not getattr(request, "abort_immediately", False)
 
 
+def may_be_rewritten(request: Any) -> bool:
+    """Whether tokens of the request may be taken back while a step computes their KV (vLLM's streaming-input sessions)."""
+    return bool(getattr(request, "resumable", False))
+
+
 def num_prompt_tokens(request: Any) -> int:
     return int(request.num_prompt_tokens)
 

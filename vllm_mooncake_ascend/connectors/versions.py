@@ -68,14 +68,18 @@ class BlockPins:
 
 
 class LocalCache:
-    """What vLLM's own prefix cache has, for a guess that costs next to nothing."""
+    """vLLM's own prefix cache."""
 
     def __init__(self, block_pool: Any) -> None:
         self._block_pool = block_pool
 
+    def forget(self) -> None:
+        """No prompt to come finds any block of it; blocks in use stay in use."""
+        self._block_pool.evict_blocks({block.block_id for block in self._block_pool.blocks if block.block_hash is not None})
+
     def num_prefix_blocks(self, hashes: Sequence[bytes]) -> int:
-        """Blocks of a prefix that seem to be cached (first group). Found by doubling and halving, as vLLM evicts a chain from
-        its end: a hole in the midst of it may go unnoticed."""
+        """A guess that costs next to nothing: blocks of a prefix that seem to be cached (first group). Found by doubling and
+        halving, as vLLM evicts a chain from its end: a hole in the midst of it may go unnoticed."""
         known, unknown = 0, 1
         while unknown <= len(hashes) and self._has(hashes[unknown - 1]):
             known, unknown = unknown, 2 * unknown

@@ -180,9 +180,9 @@ class PoolSchedulerShell:
             return not (self._driver.has_failed or self._machine.is_breaker_open)
 
     @property
-    def num_saves(self) -> int:
-        """Saves whose end the workers have not told, or whose blocks must be kept all the same."""
-        return 0 if self._driver.has_failed else self._machine.num_saves
+    def has_failed(self) -> bool:
+        """The pool is off here: blocks that are pinned stay pinned."""
+        return self._driver.has_failed
 
     def count(self, name: str, reason: str = "") -> None:
         """Add one to a counter."""
