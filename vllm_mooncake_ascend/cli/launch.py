@@ -145,7 +145,7 @@ def launch(
                 print(as_json(cluster), flush=True)
             console.print(startup.server_table(cluster))
             for master in cluster.with_role(servers.MASTER):
-                console.print(f"look into the pool: vllm-mooncake-ascend pool stat {pool_options(master)}")
+                console.print(f"look into the pool: vllm-mooncake-ascend pool stat {pool_options(master)}", soft_wrap=True)
             console.print(f"send requests to {cluster.with_role('proxy')[0].url}/v1 ; Ctrl-C stops everything")
             cluster.watch()
     except ServerFailed as error:
