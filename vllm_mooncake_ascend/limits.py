@@ -147,6 +147,8 @@ MAX_LOADS = 1_024
 """Loads of one engine that vLLM may wait for; further requests compute."""
 MAX_GETS_AT_ONCE = 2
 """Gets of one worker under way, each of another load: one that hangs must not hold up all. Each takes a thread."""
+MAX_SEALED_CALLS = MAX_GETS_AT_ONCE + 2
+"""Puts and gets of one client under way with seals of their own; a worker puts one at a time, and one is to spare."""
 STORE_CALL_S = 61.0
 """The longest a store call was seen to block: 60 s for a stopped owner, hard-coded in Mooncake 0.3.13."""
 FENCE_RETRY_MIN_S = 0.05

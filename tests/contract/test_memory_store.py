@@ -83,7 +83,7 @@ def test_bytes_of_a_stopped_owner_land_when_it_goes_on() -> None:
             pair.owner.kill()
         pair.owner.resume()
         landed.append(pair.num_landed())
-    assert [[4, 4], [1, 1]] == landed
+    assert [[4, 4], [2, 2]] == landed
 
 
 def test_keys_of_a_dead_owner_are_missing_after_a_while() -> None:

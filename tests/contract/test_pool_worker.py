@@ -12,6 +12,7 @@ from tests.contract.pool_engines import NAMESPACE, WAIT_S, Engine, engine, hashe
 from vllm_mooncake_ascend.devices.cpu import CpuDevice
 from vllm_mooncake_ascend.engines.base import KeyOutcome, KeyResult, KVStore, StoreAnswer, StoreHealth
 from vllm_mooncake_ascend.engines.native_store import MIN_SEGMENT_BYTES, StoreSettings
+from vllm_mooncake_ascend.engines.sealed_store import SealedStore
 from vllm_mooncake_ascend.engines.store import MooncakeStore
 from vllm_mooncake_ascend.errors import DeviceError, LocalProtocolError
 from vllm_mooncake_ascend.metrics import names
@@ -168,6 +169,36 @@ def test_a_key_that_is_gone_fails_its_block_and_those_behind(pool: MemoryPool) -
         (found,) = ended(made.workers[0], 1)
     assert isinstance(found, LoadEnded)
     assert (Outcome.FAILED, counters.MISSING, (LOADED[3],)) == (found.outcome, found.reason, found.failed_block_ids)
+
+
+def test_a_broken_object_fails_its_block_and_is_put_anew() -> None:
+    """Goal: what was written over in the pool reaches no request, and bars nobody. Method: sealed stores; a byte of one of six
+    objects is changed; load, save once more, load."""
+    pool = MemoryPool()
+
+    def make_store(num_bytes: int) -> KVStore:
+        return SealedStore(pool.client(segment_bytes=num_bytes))
+
+    made = Engine(make_store, seed=1)
+    try:
+        made.workers[0].submit(PoolStep(shards=made.shards, saves=(save(),)))
+        ended(made.workers[0], 1)
+        broken = pool.objects[key_of(made, 3)]
+        broken.value = broken.value[:40] + b"?" + broken.value[41:]
+        made.workers[0].submit(PoolStep(loads=(load(),)))
+        (found,) = ended(made.workers[0], 1)
+        errors = made.workers[0].take_stats()["counters"][names.POOL_STORE_ERRORS]
+        is_gone = key_of(made, 3) not in pool.objects
+        made.workers[0].submit(PoolStep(saves=(save(2),)))
+        ended(made.workers[0], 1)
+        made.workers[0].submit(PoolStep(loads=(load(2),)))
+        (again,) = ended(made.workers[0], 1)
+    finally:
+        made.close()
+    assert isinstance(found, LoadEnded)
+    assert (Outcome.FAILED, counters.MISSING, (LOADED[3],)) == (found.outcome, found.reason, found.missing_block_ids)
+    assert (LOADED[3],) == found.failed_block_ids
+    assert ({"-801": 1.0}, True, Outcome.DONE) == (errors, is_gone, again.outcome)
 
 
 @pytest.mark.parametrize(

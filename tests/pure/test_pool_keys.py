@@ -18,13 +18,18 @@ from vllm_mooncake_ascend.planner.store_batch import StoreBatch, object_template
 from vllm_mooncake_ascend.testing.strategies import Transfer, transfers
 
 HASHING = Hashing(algorithm="sha256", seed="0", dialect="0.31", block_tokens=16, lookahead_tokens=0)
-FACTS = NamespaceFacts(identity={"model": "m", "dtype": "bf16"}, hashing=HASHING, tenant="", generation="")
+FACTS = NamespaceFacts(identity={"model": "m", "dtype": "bf16"}, hashing=HASHING, tenant="", generation="", is_sealed=True)
 NAMES = st.text(max_size=4)
 HASHES = st.builds(
     Hashing, algorithm=NAMES, seed=NAMES, dialect=NAMES, block_tokens=st.integers(1, 3), lookahead_tokens=st.integers(0, 2)
 )
 ALL_FACTS = st.builds(
-    NamespaceFacts, identity=st.dictionaries(NAMES, NAMES, max_size=3), hashing=HASHES, tenant=NAMES, generation=NAMES
+    NamespaceFacts,
+    identity=st.dictionaries(NAMES, NAMES, max_size=3),
+    hashing=HASHES,
+    tenant=NAMES,
+    generation=NAMES,
+    is_sealed=st.booleans(),
 )
 
 

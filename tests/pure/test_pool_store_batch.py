@@ -86,10 +86,11 @@ def test_an_object_too_long_for_the_store_is_refused_at_start() -> None:
 
 @pytest.mark.parametrize(
     ("max_bytes", "max_buffers", "expected"),
-    [(256, 100, [1, 1, 1, 1, 1]), (600, 100, [2, 2, 1]), (10_000, 12, [3, 2]), (10, 1, [1, 1, 1, 1, 1])],
+    [(527, 100, [1, 1, 1, 1, 1]), (528, 100, [2, 2, 1]), (10_000, 15, [3, 2]), (10_000, 14, [2, 2, 1]), (10, 1, [1] * 5)],
 )
 def test_calls_keep_their_bounds_but_take_one_key_at_least(max_bytes: int, max_buffers: int, expected: list[int]) -> None:
-    """Goal: calls are short, and always progress. Method: five keys of four buffers and 256 bytes under four bounds."""
+    """Goal: calls are short, and always progress. Method: five keys of four buffers and 256 bytes, and a seal each, under five
+    bounds."""
     bounds = CopyBounds(max_call_bytes=max_bytes, max_call_descriptors=max_buffers)
     calls = list(split_keys(template(rank()), 5, bounds))
     assert expected == [len(call) for call in calls]

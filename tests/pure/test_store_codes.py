@@ -14,6 +14,7 @@ CERTAIN_OF_GET = {
     -704: KeyOutcome.MISSING,
     -600: KeyOutcome.FAILED,
     -702: KeyOutcome.FAILED,
+    -801: KeyOutcome.FAILED,
     -707: KeyOutcome.FAILED,
 }
 CERTAIN_OF_PUT = {-200: KeyOutcome.FULL, -1700: KeyOutcome.FULL, -1701: KeyOutcome.FULL, -600: KeyOutcome.FAILED}

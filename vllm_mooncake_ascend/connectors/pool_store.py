@@ -5,15 +5,22 @@ from __future__ import annotations
 from vllm_mooncake_ascend.config.pool import PoolConfig
 from vllm_mooncake_ascend.engines.base import KVStore
 from vllm_mooncake_ascend.engines.native_store import StoreSettings
+from vllm_mooncake_ascend.engines.sealed_store import SealedStore
 from vllm_mooncake_ascend.engines.store import MooncakeStore
 
 
-def make_store(config: PoolConfig, *, segment_bytes: int, alignment_bytes: int = 1) -> KVStore:
+def has_seals(device_type: str) -> bool:
+    """Whether objects of engines on this kind of device are sealed: where their KV memory is the host's."""
+    return device_type == "cpu"
+
+
+def make_store(config: PoolConfig, *, segment_bytes: int, alignment_bytes: int = 1, is_sealed: bool = False) -> KVStore:
     """A client, not connected yet.
 
     Args:
         segment_bytes: memory it lends to the pool.
         alignment_bytes: of the memory that will be registered.
+        is_sealed: see `has_seals`; of no use to a client that neither puts nor gets.
     Raises:
         ConfigError: the installed Mooncake or the environment cannot serve the protocol.
     """
@@ -29,4 +36,5 @@ def make_store(config: PoolConfig, *, segment_bytes: int, alignment_bytes: int =
         tenant=config.tenant,
         reads_apart=config.reads_apart,
     )
-    return MooncakeStore(settings, alignment_bytes=alignment_bytes)
+    store = MooncakeStore(settings, alignment_bytes=alignment_bytes)
+    return SealedStore(store) if is_sealed else store

@@ -115,7 +115,7 @@ class PoolVerifier(MooncakeStoreConnectorV1):
         bounds = CopyBounds()
         largest_bytes = max(template.value_bytes for template in self._templates)
         self._scratch = np.zeros(max(bounds.max_call_bytes, largest_bytes), dtype=np.uint8)
-        self._reader = make_store(self._config, segment_bytes=0)
+        self._reader = make_store(self._config, segment_bytes=0, is_sealed=True)
         self._reader.register([Region(base_address=self._scratch.ctypes.data, length_bytes=self._scratch.nbytes)])
         self._reader.connect()
 

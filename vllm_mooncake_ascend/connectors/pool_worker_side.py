@@ -9,7 +9,7 @@ from vllm_mooncake_ascend.config.pool import PoolConfig
 from vllm_mooncake_ascend.connectors import kv_cache, queue_spin
 from vllm_mooncake_ascend.connectors.device import device_type
 from vllm_mooncake_ascend.connectors.envelopes import StepMetadata, WorkerMetadata
-from vllm_mooncake_ascend.connectors.pool_store import make_store
+from vllm_mooncake_ascend.connectors.pool_store import has_seals, make_store
 from vllm_mooncake_ascend.devices.select import select_device
 from vllm_mooncake_ascend.layout.plane import RankLayout
 from vllm_mooncake_ascend.pool.settings import WorkerSettings
@@ -49,7 +49,12 @@ class PoolWorkerSide:
         segment_bytes = self._config.segment_bytes
         self._shell = PoolWorkerShell(
             settings=WorkerSettings(load_wait_s=self._config.load_wait_s),
-            store=make_store(self._config, segment_bytes=segment_bytes, alignment_bytes=self._device.alignment_bytes),
+            store=make_store(
+                self._config,
+                segment_bytes=segment_bytes,
+                alignment_bytes=self._device.alignment_bytes,
+                is_sealed=has_seals(self._device.device_type),
+            ),
             device=self._device,
             layout=layout,
             is_strict=self._config.is_strict,

@@ -124,8 +124,8 @@ class KVStore(Protocol):
 
     Calls never raise for what the master, an owner of memory or the network does. A call of put or get may take
     `limits.STORE_CALL_S`: only use threads that may wait so long. One call holds at most `limits.MAX_CALL_DESCRIPTORS`
-    buffers and `limits.MAX_CALL_BYTES` bytes, or a single key; each key once; exists and remove at most
-    `limits.MAX_LOOKUP_KEYS` keys. What is beyond that is REFUSED whole.
+    buffers and `limits.MAX_CALL_BYTES` bytes, a seal of each key included, or a single key; each key once; exists and remove
+    at most `limits.MAX_LOOKUP_KEYS` keys. What is beyond that is REFUSED whole.
     """
 
     def connect(self) -> None:
@@ -150,11 +150,12 @@ class KVStore(Protocol):
     def exists(self, keys: Sequence[StoreKey]) -> StoreAnswer:
         """Look each key up: DONE, MISSING, REFUSED or UNKNOWN. What is found is kept for the master's object lease."""
 
-    def remove(self, keys: Sequence[StoreKey], *, prefix: str) -> StoreAnswer:
-        """Take each key out of the pool: DONE, MISSING, IN_USE, REFUSED or UNKNOWN. Never by force: a reader keeps its bytes.
+    def remove(self, keys: Sequence[StoreKey], *, prefix: str, even_in_use: bool = False) -> StoreAnswer:
+        """Take each key out of the pool: DONE, MISSING, IN_USE, REFUSED or UNKNOWN.
 
         Args:
             prefix: what all keys must begin with, or the call is REFUSED whole: a pool is shared with strangers.
+            even_in_use: also under an object lease, so that a reader may get other bytes: only for what is broken.
         """
 
     def health(self) -> StoreHealth:

@@ -114,9 +114,9 @@ class NativeStore:
         """1, 0 or code of each key."""
         return [int(answer) for answer in self._alive().batch_is_exist(list(keys))]
 
-    def remove(self, keys: Sequence[StoreKey]) -> list[int]:
+    def remove(self, keys: Sequence[StoreKey], *, even_in_use: bool = False) -> list[int]:
         """Code of each key."""
-        return [int(answer) for answer in self._alive().batch_remove(list(keys))]
+        return [int(answer) for answer in self._alive().batch_remove(list(keys), even_in_use)]
 
     def health(self) -> StoreHealth:
         """What the client's last ping said: one a second, five seconds apart when they fail. Without a segment: CONNECTED."""

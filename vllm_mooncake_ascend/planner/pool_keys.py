@@ -22,8 +22,8 @@ from vllm_mooncake_ascend.errors import LocalProtocolError
 from vllm_mooncake_ascend.layout.plane import RankLayout
 from vllm_mooncake_ascend.planner.objects import order_digest, planes_of
 
-KEY_VERSION = 1
-"""Of keys and of what objects contain; another number shares nothing with this one. Version 1 has no trailer."""
+KEY_VERSION = 2
+"""Of keys and of what objects contain; another number shares nothing with this one. Version 1 knew no seals."""
 
 _NAMESPACE_CHARS = 32
 _SHARD_CHARS = 24
@@ -54,6 +54,8 @@ class NamespaceFacts(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str
     generation: str
     """A shared `weights_version`, or a random text after a reset that nobody else is to see; "" at first."""
+    is_sealed: bool
+    """A seal stands behind each object (`engines.sealed_store`)."""
 
 
 class Shard(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,7 +85,8 @@ class PoolKey(msgspec.Struct, frozen=True, kw_only=True):
 
 def namespace(facts: NamespaceFacts) -> str:
     """The first part of all keys of engines that may share objects: `[32] hex digits`."""
-    encoded = msgspec.json.encode((KEY_VERSION, sorted(facts.identity.items()), facts.hashing, facts.tenant, facts.generation))
+    identity = sorted(facts.identity.items())
+    encoded = msgspec.json.encode((KEY_VERSION, identity, facts.hashing, facts.tenant, facts.generation, facts.is_sealed))
     return hashlib.sha256(encoded).hexdigest()[:_NAMESPACE_CHARS]
 
 

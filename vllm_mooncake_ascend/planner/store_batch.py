@@ -20,6 +20,8 @@ from vllm_mooncake_ascend.planner.objects import object_rows, planes_of
 
 MAX_VALUE_BYTES = (1 << 31) - 1
 """Mooncake tells the size of a value it got as a 32-bit number (0.3.13)."""
+SEAL_BYTES = 8
+"""Behind the blocks' bytes where objects are sealed (`engines.sealed_store`): one buffer more of each key."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -65,6 +67,13 @@ class StoreBatch:
         """One list a key, parallel to `pointers`."""
         return [self.lengths_bytes.tolist()] * len(self)
 
+    def with_seals(self, addresses: Addresses) -> StoreBatch:
+        """The same objects with a seal behind each. `addresses`: `[num_keys] int64`, where the seals are."""
+        return StoreBatch(
+            addresses=np.concatenate([self.addresses, addresses[:, None]], axis=1),
+            lengths_bytes=np.append(self.lengths_bytes, SEAL_BYTES),
+        )
+
 
 def object_template(rank: RankLayout, group_index: int) -> ObjectTemplate | None:
     """Template of a rank's objects of one group, None where it holds no layer of it.
@@ -86,10 +95,10 @@ def object_template(rank: RankLayout, group_index: int) -> ObjectTemplate | None
         block_strides_bytes=rows.block_strides_bytes[starts],
         lengths_bytes=np.add.reduceat(rows.lengths_bytes, starts),
     )
-    if template.value_bytes > MAX_VALUE_BYTES:
+    if template.value_bytes + SEAL_BYTES > MAX_VALUE_BYTES:
         raise ConfigError(
             f"one block of KV cache group {group_index} has {template.value_bytes} bytes, an object of the pool can have"
-            f" {MAX_VALUE_BYTES}: use a smaller block size, or more tensor parallel ranks"
+            f" {MAX_VALUE_BYTES - SEAL_BYTES}: use a smaller block size, or more tensor parallel ranks"
         )
     return template
 
@@ -114,9 +123,10 @@ def store_batch(template: ObjectTemplate, block_ids: Sequence[int]) -> StoreBatc
 
 
 def split_keys(template: ObjectTemplate, num_keys: int, bounds: CopyBounds) -> Iterator[range]:
-    """Cut so many keys into calls within the bounds on bytes and descriptors; a call takes at least one key."""
-    by_bytes = bounds.max_call_bytes // template.value_bytes
-    by_buffers = bounds.max_call_descriptors // len(template.addresses)
+    """Cut so many keys, with their seals, into calls within the bounds on bytes and descriptors; a call takes at least one
+    key."""
+    by_bytes = bounds.max_call_bytes // (template.value_bytes + SEAL_BYTES)
+    by_buffers = bounds.max_call_descriptors // (len(template.addresses) + 1)
     keys_per_call = max(1, min(by_bytes, by_buffers))
     for first in range(0, num_keys, keys_per_call):
         yield range(first, min(first + keys_per_call, num_keys))

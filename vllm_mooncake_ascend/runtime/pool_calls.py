@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from vllm_mooncake_ascend.engines.base import KeyOutcome, KeyResult, KVStore, StoreAnswer, StoreKey
+from vllm_mooncake_ascend.engines.store_codes import CHECKSUM_MISMATCH
 from vllm_mooncake_ascend.planner.store_batch import StoreBatch
 from vllm_mooncake_ascend.pool import events
 from vllm_mooncake_ascend.runtime.pool_orders import PlannedCall
@@ -42,6 +43,11 @@ def answer_of(what: str, ask: Callable[[Sequence[StoreKey], StoreBatch], StoreAn
     return StoreAnswer(results=(unknown,) * len(call.keys), is_lost=False)
 
 
+def _is_gone(result: KeyResult) -> bool:
+    """The pool has not got it, or not any more: see `drop_broken`."""
+    return result.outcome is KeyOutcome.MISSING or result.code == CHECKSUM_MISMATCH
+
+
 def _outcomes(answer: StoreAnswer) -> tuple[Outcome, ...]:
     return tuple(OUTCOMES.get(outcome, Outcome.UNKNOWN) for outcome in answer.outcomes)
 
@@ -52,7 +58,7 @@ def get_ended(load_id: int, call_index: int, call: PlannedCall, answer: StoreAns
         load_id=load_id,
         call_index=call_index,
         outcomes=_outcomes(answer),
-        num_missing=answer.outcomes.count(KeyOutcome.MISSING),
+        num_missing=sum(map(_is_gone, answer.results)),
         num_bytes=answer.outcomes.count(KeyOutcome.DONE) * call.batch.value_bytes,
         is_lost=answer.is_lost,
     )
@@ -68,6 +74,18 @@ def put_ended(save_id: int, call_index: int, call: PlannedCall, answer: StoreAns
         is_full=KeyOutcome.FULL in answer.outcomes,
         is_lost=answer.is_lost,
     )
+
+
+def drop_broken(store: KVStore, call: PlannedCall, answer: StoreAnswer) -> None:
+    """Take objects whose bytes are not those that were put out of the pool, whoever reads them: they are wrong for everybody,
+    and while they are there nobody can put them anew."""
+    for key, result in zip(call.keys, answer.results, strict=True):
+        if result.code != CHECKSUM_MISMATCH:
+            continue
+        try:
+            store.remove((key,), prefix=key, even_in_use=True)
+        except Exception:
+            logger.exception("the store raised in a remove; please report this")
 
 
 def fence_holds(store: KVStore) -> bool:

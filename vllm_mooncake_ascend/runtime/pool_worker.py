@@ -201,6 +201,7 @@ class PoolWorkerShell:
 
     def _get(self, action: actions.StartGet, call: PlannedCall) -> None:
         answer = self._timed("get", names.POOL_GET_DURATION, lambda: pool_calls.answer_of("get", self._store.get, call))
+        pool_calls.drop_broken(self._store, call, answer)
         self._driver.feed(pool_calls.get_ended(action.load_id, action.call_index, call, answer))
 
     def _put(self, action: actions.StartPut, call: PlannedCall) -> None:

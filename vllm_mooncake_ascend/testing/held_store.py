@@ -83,8 +83,8 @@ class HeldStore:
         with self._under_way():
             return self._run("exists", lambda: self._store.exists(keys))
 
-    def remove(self, keys: Sequence[StoreKey], *, prefix: str) -> StoreAnswer:
-        return self._run("remove", lambda: self._store.remove(keys, prefix=prefix))
+    def remove(self, keys: Sequence[StoreKey], *, prefix: str, even_in_use: bool = False) -> StoreAnswer:
+        return self._run("remove", lambda: self._store.remove(keys, prefix=prefix, even_in_use=even_in_use))
 
     def health(self) -> StoreHealth:
         return self._run("health", self._store.health)

@@ -14,7 +14,7 @@ Stricter than Mooncake, never kinder:
 |-------------------------------------|--------------------------------------------|------------------------------------------|
 | the owner closed                    | MISSING                                    |                                          |
 | the owner was killed                | UNKNOWN; MISSING after `CLIENT_TTL_S`      | nothing lands                            |
-| the owner is stopped                | UNKNOWN, one buffer written                | the rest lands when it goes on           |
+| the owner is stopped                | UNKNOWN, two buffers written               | the rest lands when it goes on           |
 | the master is dead or stopped       | the first call UNKNOWN, then REFUSED       | all keys are gone when it was dead       |
 | a fault was ordered                 | as the fault says                          | as the fault says                        |
 """
@@ -197,6 +197,12 @@ class MemoryStore:
         for client in self._pool.clients:
             client.drop_late_of(self)
 
+    def overwrite(self, key: StoreKey, by: StoreKey, num_bytes: int | None) -> None:
+        """So many bytes of one object become those of another one, or all."""
+        held, other = self._pool.objects[key], self._pool.objects[by].value
+        end = len(other) if num_bytes is None else num_bytes
+        held.value = other[:end] + held.value[end:]
+
     def stop(self) -> None:
         """Its process is stopped: gets from its memory hang, and end UNKNOWN."""
         self.is_stopped = True
@@ -272,7 +278,7 @@ class MemoryStore:
             found = [int(self._grant(key) is not None) for key in keys]
             return StoreAnswer(results=tuple(map(store_codes.exists_result, found)), is_lost=False)
 
-    def remove(self, keys: Sequence[StoreKey], *, prefix: str) -> StoreAnswer:
+    def remove(self, keys: Sequence[StoreKey], *, prefix: str, even_in_use: bool = False) -> StoreAnswer:
         with self._pool.lock:
             refusal = removal_refusal(keys, prefix)
             if refusal is not None:
@@ -280,7 +286,7 @@ class MemoryStore:
             lost = self._lost(keys, store_codes.remove_result)
             if lost is not None:
                 return lost
-            codes = [self._remove(key) for key in keys]
+            codes = [self._remove(key, even_in_use=even_in_use) for key in keys]
             return StoreAnswer(results=tuple(map(store_codes.remove_result, codes)), is_lost=False)
 
     def health(self) -> StoreHealth:
@@ -354,15 +360,15 @@ class MemoryStore:
         if held.owner.killed_at_s is not None:
             return _TRANSFER_FAIL
         if held.owner.is_stopped:
-            return self._get_with(GetFault(code=_TRANSFER_FAIL, num_landed=1, lands_late=True), held.owner, writes)
+            return self._get_with(GetFault(code=_TRANSFER_FAIL, num_landed=2, lands_late=True), held.owner, writes)
         carry_out(writes)
         return len(held.value) if self._pool.object_lease_s > 0 else _LEASE_EXPIRED
 
-    def _remove(self, key: StoreKey) -> int:
+    def _remove(self, key: StoreKey, *, even_in_use: bool) -> int:
         held = self._pool.objects.get(key)
         if held is None:
             return _MISSING
-        if held.lease_until_s > self._pool.now_s:
+        if held.lease_until_s > self._pool.now_s and not even_in_use:
             return _LEASED
         del self._pool.objects[key]
         return 0

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from vllm_mooncake_ascend.engines.base import KeyOutcome, KVStore, StoreAnswer, StoreKey
+from vllm_mooncake_ascend.engines.sealed_store import SealedStore
 from vllm_mooncake_ascend.planner.store_batch import StoreBatch
 from vllm_mooncake_ascend.testing.memory import Bytes
 from vllm_mooncake_ascend.testing.memory_store import MemoryPool, MemoryStore
@@ -16,9 +17,10 @@ from vllm_mooncake_ascend.testing.store_world import MIB, Owner, judged, memory_
 class MemoryOwner:
     """Another client of the same `MemoryPool`."""
 
-    def __init__(self, store: MemoryStore) -> None:
-        self._store = store
-        store.connect()
+    def __init__(self, memory: MemoryStore, *, is_sealed: bool) -> None:
+        self._memory = memory
+        self._store: KVStore = SealedStore(memory) if is_sealed else memory
+        memory.connect()
 
     def put(self, keys: Sequence[StoreKey], value_bytes: int) -> tuple[KeyOutcome, ...]:
         source = memory_for(self._store, len(keys), value_bytes)
@@ -29,14 +31,17 @@ class MemoryOwner:
         target = memory_for(self._store, len(keys), value_bytes)
         return judged(self._store.get(keys, store_batch_of(target)), keys, target)
 
+    def overwrite(self, key: StoreKey, by: StoreKey, *, num_bytes: int | None = None) -> None:
+        self._memory.overwrite(key, by, num_bytes)
+
     def stop(self) -> None:
-        self._store.stop()
+        self._memory.stop()
 
     def resume(self) -> None:
-        self._store.resume()
+        self._memory.resume()
 
     def kill(self) -> None:
-        self._store.kill()
+        self._memory.kill()
 
     def close(self) -> None:
         self._store.close()
@@ -45,16 +50,18 @@ class MemoryOwner:
 class MemoryStoreWorld:
     """One pool, and time that passes when told."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_sealed: bool = False) -> None:
+        self._is_sealed = is_sealed
         self.call_bound_s = 5.0
         self.late_watch_s = 1_000.0
         self.pool = MemoryPool()
 
-    def store(self, *, segment_bytes: int = 0) -> MemoryStore:
-        return self.pool.client(segment_bytes=segment_bytes)
+    def store(self, *, segment_bytes: int = 0) -> KVStore:
+        memory = self.pool.client(segment_bytes=segment_bytes)
+        return SealedStore(memory) if self._is_sealed else memory
 
     def owner(self, *, segment_bytes: int = 64 * MIB) -> MemoryOwner:
-        return MemoryOwner(self.pool.client(segment_bytes=segment_bytes))
+        return MemoryOwner(self.pool.client(segment_bytes=segment_bytes), is_sealed=self._is_sealed)
 
     def shorten_object_leases(self) -> None:
         self.pool.object_lease_s = 0.0

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from vllm_mooncake_ascend.engines.base import KeyOutcome, KVStore, StoreAnswer, StoreKey
 from vllm_mooncake_ascend.engines.native_store import StoreSettings
+from vllm_mooncake_ascend.engines.sealed_store import SealedStore
 from vllm_mooncake_ascend.engines.store import MooncakeStore
 from vllm_mooncake_ascend.planner.store_batch import StoreBatch
 from vllm_mooncake_ascend.testing import store_peer
@@ -20,8 +21,8 @@ from vllm_mooncake_ascend.testing.store_world import MIB, Owner
 class ProcessOwner:
     """A `store_peer` process."""
 
-    def __init__(self, master_address: str, segment_bytes: int) -> None:
-        arguments = ["--master", master_address, "--segment-bytes", str(segment_bytes)]
+    def __init__(self, master_address: str, segment_bytes: int, *, is_sealed: bool = False) -> None:
+        arguments = ["--master", master_address, "--segment-bytes", str(segment_bytes), *(["--sealed"] if is_sealed else [])]
         self._process = LineProcess(store_peer.__name__, arguments)
         self._process.answer(store_peer.Answer)
 
@@ -30,6 +31,9 @@ class ProcessOwner:
 
     def get(self, keys: Sequence[StoreKey], value_bytes: int) -> tuple[KeyOutcome, ...]:
         return self._ask(store_peer.Get(keys=tuple(keys), value_bytes=value_bytes))
+
+    def overwrite(self, key: StoreKey, by: StoreKey, *, num_bytes: int | None = None) -> None:
+        self._ask(store_peer.Overwrite(key=key, by=by, num_bytes=num_bytes))
 
     def close(self) -> None:
         self._ask(store_peer.Close())
@@ -54,12 +58,13 @@ class ProcessOwner:
 class MooncakeStoreWorld:
     """One master; clients come as they are asked for."""
 
-    def __init__(self, *, late_watch_s: float) -> None:
+    def __init__(self, *, late_watch_s: float, is_sealed: bool = False) -> None:
+        self._is_sealed = is_sealed
         self.late_watch_s = late_watch_s
         self.call_bound_s = 8.0
         """A call that finds the master dead takes up to 4.7 s; one key of a dead owner a second."""
         self._master = PoolMaster()
-        self._stores: list[MooncakeStore] = []
+        self._stores: list[KVStore] = []
         self._owners: list[ProcessOwner] = []
 
     @property
@@ -71,10 +76,11 @@ class MooncakeStoreWorld:
         """Where the master answers over HTTP."""
         return self._master.metrics_address
 
-    def store(self, *, segment_bytes: int = 0) -> MooncakeStore:
-        return self.store_with(
+    def store(self, *, segment_bytes: int = 0) -> KVStore:
+        store = self.store_with(
             StoreSettings(host="127.0.0.1", protocol="tcp", master_address=self.master_address, segment_bytes=segment_bytes)
         )
+        return SealedStore(store) if self._is_sealed else store
 
     def store_with(self, settings: StoreSettings) -> MooncakeStore:
         """A store with other settings than the contract needs; closed at the end like all."""
@@ -83,7 +89,7 @@ class MooncakeStoreWorld:
         return store
 
     def owner(self, *, segment_bytes: int = 64 * MIB) -> ProcessOwner:
-        owner = ProcessOwner(self._master.address, segment_bytes)
+        owner = ProcessOwner(self._master.address, segment_bytes, is_sealed=self._is_sealed)
         self._owners.append(owner)
         return owner
 

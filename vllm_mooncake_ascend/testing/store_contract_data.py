@@ -82,9 +82,9 @@ def what_is_there_stays(world: StoreWorld) -> None:
 
 
 def many_small_values_arrive(world: StoreWorld) -> None:
-    """As many buffers as one call may have, and ten thousand keys looked up at once."""
+    """As many buffers as one call may have if each key has a seal too, and ten thousand keys looked up at once."""
     owner, store = world.owner(), connected(world)
-    keys = names("small", limits.MAX_CALL_DESCRIPTORS // 2)
+    keys = names("small", limits.MAX_CALL_DESCRIPTORS // 3)
     owner.put(keys, 512)
     target = memory_for(store, len(keys), 512)
     assert all_of(_DONE, keys) == store.get(keys, store_batch_of(target, 2)).outcomes
@@ -210,10 +210,10 @@ def nothing_asked_nothing_answered(world: StoreWorld) -> None:
 
 
 def a_full_pool_says_so_key_by_key(world: StoreWorld) -> None:
-    """Twice what fits is put: some keys are ACCEPTED, some FULL; what can be got is right, the rest is MISSING."""
+    """Nearly twice what fits is put: some keys are ACCEPTED, some FULL; what can be got is right, the rest is MISSING."""
     owner, store = world.owner(segment_bytes=16 * MIB), connected(world)
-    keys = names("full", 32)
-    source = memory_for(store, 32, MIB)
+    keys = names("full", 30)
+    source = memory_for(store, 30, MIB)
     source[:] = values(keys, MIB)
     puts = store.put(keys, store_batch_of(source, 4)).outcomes
     assert {_ACCEPTED, KeyOutcome.FULL} == set(puts)

@@ -7,7 +7,9 @@ each check in each.
 
 from __future__ import annotations
 
-from vllm_mooncake_ascend.testing import store_contract_data, store_contract_faults
+from vllm_mooncake_ascend.testing import store_contract_data, store_contract_faults, store_contract_seals
 from vllm_mooncake_ascend.testing.store_world import StoreCheck
 
 KV_STORE_CHECKS: tuple[StoreCheck, ...] = store_contract_data.CHECKS + store_contract_faults.CHECKS
+SEALED_STORE_CHECKS: tuple[StoreCheck, ...] = KV_STORE_CHECKS + store_contract_seals.CHECKS
+"""What a `SealedStore` must do."""

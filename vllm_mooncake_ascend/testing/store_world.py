@@ -30,6 +30,10 @@ class Owner(Protocol):
     def get(self, keys: Sequence[StoreKey], value_bytes: int) -> tuple[KeyOutcome, ...]:
         """Get each key and compare with `value(key)`: FAILED for a DONE one with wrong bytes."""
 
+    def overwrite(self, key: StoreKey, by: StoreKey, *, num_bytes: int | None = None) -> None:
+        """As a late write of somebody else does: the first bytes of the object `key`, where they lie in its memory, or all of
+        them, become those of another object of it."""
+
     def stop(self) -> None:
         """Freeze its process."""
 

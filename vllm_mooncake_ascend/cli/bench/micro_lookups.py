@@ -136,7 +136,7 @@ class FullStore:
     def exists(self, keys: Sequence[StoreKey]) -> StoreAnswer:
         return StoreAnswer(results=(_THERE,) * len(keys), is_lost=False)
 
-    def remove(self, keys: Sequence[StoreKey], *, prefix: str) -> StoreAnswer:  # noqa: ARG002
+    def remove(self, keys: Sequence[StoreKey], *, prefix: str, even_in_use: bool = False) -> StoreAnswer:  # noqa: ARG002
         return StoreAnswer(results=(_REFUSED,) * len(keys), is_lost=False)
 
     def health(self) -> StoreHealth:
