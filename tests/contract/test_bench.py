@@ -33,3 +33,15 @@ def test_transfer_reads_by_every_way(tmp_path: Path) -> None:
     assert {(case, way) for case in cases for way in ways} | {("2 MiB, 16 merged runs", "socket")} == found
     assert cases == {ratio.comparison.above.case for ratio in made.ratios}
     assert all(figure.spread.median > 0 for figure in made.figures)
+
+
+def test_hooks_are_measured_beside_those_of_vllm(tmp_path: Path) -> None:
+    """Goal: real schedulers with four connectors, a request that goes and one that comes. Method: two rounds of two running."""
+    pytest.importorskip("vllm")
+    made = bench(tmp_path / "hooks.json", "micro", "--part", "hooks", "--running", "2", "--rounds", "2")
+    found = {(figure.measure.name, figure.measure.subject) for figure in made.figures}
+    of_a_step = {("hooks of a step", who) for who in ("no-op connector", "ours, P2P", "ours, pool", "vLLM's store")}
+    of_a_newcomer = {("hooks of a newcomer of 8 blocks", who) for who in ("no-op connector", "ours, P2P", "ours, pool")}
+    assert of_a_step | of_a_newcomer == found
+    assert all(len(figure.samples) == 2 and figure.spread.median > 0 for figure in made.figures)
+    assert ["ours, pool"] == [ratio.comparison.above.subject for ratio in made.ratios]

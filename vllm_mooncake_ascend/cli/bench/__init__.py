@@ -1,7 +1,7 @@
 """`bench`: measures what can be measured on this machine, with the figure it must be compared with in the same run.
 
     waiting    CPU that a decode engine burns while a request waits for remote KV
-    micro      CPU of single steps: planner, lookups, messages
+    micro      CPU of single steps: planner, lookups, messages, scheduler hooks
     transfer   bytes a second between two processes: ours, raw Mooncake, memcpy, a socket
 
 What they share: `run` (one run), `rounds` (samples in turns, each round in an order of its own), `foreign_cpu` (noise),

@@ -6,7 +6,7 @@ import datetime
 import random
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import typer
@@ -32,7 +32,7 @@ class Run:
         self.console = Console(stderr=True)
         self.seed = secrets.randbelow(1 << 31) if seed is None else seed
         self._command = command
-        self._num_rounds = num_rounds
+        self.num_rounds = num_rounds
         self._rules = NoiseRules(max_foreign_cores=max_foreign_cores, min_quiet=min(NoiseRules().min_quiet, num_rounds))
         self._order = random.Random(self.seed)
         self._started = datetime.datetime.now(datetime.timezone.utc)
@@ -44,7 +44,7 @@ class Run:
 
     def measure(self, probes: Sequence[rounds.Probe], comparisons: Sequence[Comparison] = ()) -> None:
         """Take samples of these in turns."""
-        total = len(probes) * self._num_rounds
+        total = len(probes) * self.num_rounds
         with self.console.status("warming up") as status:
             num_done = 0
 
@@ -53,9 +53,13 @@ class Run:
                 num_done += 1
                 status.update(f"{measure.name}, {measure.case}: {num_done} of {total} samples")
 
-            found = rounds.take_rounds(probes, num_rounds=self._num_rounds, order=self._order, on_sample=show)
-        assert not self._samples.keys() & found.keys(), "measured before"
-        self._samples.update(found)
+            found = rounds.take_rounds(probes, num_rounds=self.num_rounds, order=self._order, on_sample=show)
+        self.add(found, comparisons)
+
+    def add(self, samples: Mapping[Measure, Sequence[Sample]], comparisons: Sequence[Comparison] = ()) -> None:
+        """Samples that were taken in turns."""
+        assert not self._samples.keys() & samples.keys(), "measured before"
+        self._samples.update(samples)
         self._comparisons += comparisons
 
     def note(self, text: str) -> None:
