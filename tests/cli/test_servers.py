@@ -79,6 +79,15 @@ def test_the_master_is_asked_for_our_times() -> None:
     assert ("--eviction_ratio", "0.1") == words[-2:]
 
 
+@pytest.mark.parametrize("folder", ["", "/ssd"])
+def test_an_owner_of_memory_has_an_ssd_tier_if_it_has_a_folder(folder: str) -> None:
+    """Its switch and the variable that names the folder come together."""
+    spec = servers.memory_owner("owner", "10.0.0.1:50051", segment_size="4GB", ssd_folder=folder)
+    has_tier = ("--enable_offload" in spec.command, "MOONCAKE_OFFLOAD_FILE_STORAGE_PATH" in spec.environment)
+    assert (bool(folder), bool(folder)) == has_tier
+    assert {"10.0.0.1:50051", "4GB", servers.PORT, servers.RPC_PORT} <= set(spec.command)
+
+
 def test_launch_makes_the_engines_asked_for() -> None:
     """One prefill and two decode engines, an option for all and a variable for decode only."""
     plan = launch.Plan(

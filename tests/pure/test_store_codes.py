@@ -16,6 +16,7 @@ CERTAIN_OF_GET = {
     -702: KeyOutcome.FAILED,
     -801: KeyOutcome.FAILED,
     -707: KeyOutcome.FAILED,
+    **dict.fromkeys((-10, -706, -1101, -1102), KeyOutcome.FAILED),
 }
 CERTAIN_OF_PUT = {-200: KeyOutcome.FULL, -1700: KeyOutcome.FULL, -1701: KeyOutcome.FULL, -600: KeyOutcome.FAILED}
 
@@ -59,5 +60,5 @@ def test_a_certain_code_comes_with_the_code(code: int) -> None:
 
 
 def test_only_silence_of_the_master_is_lost() -> None:
-    """The two RPC codes, and not a failed transfer: that is one owner's."""
+    """The two RPC codes, and no failed transfer, which is one owner's. (An SSD's owner gives them too: a get asks again.)"""
     assert [-900, -901] == [code for code in (-1, -200, -600, -704, -707, -800, -900, -901, 0, 1) if is_lost(code)]

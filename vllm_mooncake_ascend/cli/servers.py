@@ -34,6 +34,7 @@ CONNECTORS = {
 }
 """Role of an engine -> its connector and what vLLM calls the role."""
 MASTER = "master"
+OWNER = "owner"
 
 CORES_PER_ENGINE = 4
 """With at least this many cores for each engine nobody needs to be kept off anybody's core."""
@@ -46,7 +47,7 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     """Unique in its set; also the name of its log file."""
     role: str
-    """prefill, decode, pool, reference, proxy or master."""
+    """prefill, decode, pool, reference, proxy, master or owner."""
     command: tuple[str, ...]
     """With the word `PORT` where the port goes that answers over HTTP, and `RPC_PORT` for another one."""
     environment: dict[str, str] = {}
@@ -115,17 +116,47 @@ def master(
 ) -> ServerSpec:
     """The master of a prefix pool: where everything is, never the bytes. It answers over HTTP on its metrics port."""
     command = (
-        *(_master_program(), "--rpc_address", host, "--rpc_port", RPC_PORT, "--metrics_host", host, "--metrics_port", PORT),
+        *(_program("mooncake_master"), "--rpc_address", host, "--rpc_port", RPC_PORT),
+        *("--metrics_host", host, "--metrics_port", PORT),
         *("--default_kv_lease_ttl", f"{object_lease_s * 1e3:.0f}", "--client_ttl", f"{limits.MASTER_CLIENT_TTL_S:.0f}"),
         "--enable_metric_reporting=false",
     )
     return ServerSpec(name=MASTER, role=MASTER, command=(*command, *arguments))
 
 
-def _master_program() -> str:
-    """Mooncake's command, beside this Python or on the PATH."""
+def memory_owner(
+    name: str,
+    master_address: str,
+    *,
+    segment_size: str,
+    ssd_folder: str = "",
+    environment: Mapping[str, str] | None = None,
+    host: str = "127.0.0.1",
+) -> ServerSpec:
+    """A process that owns memory of a prefix pool, and an SSD tier behind it, and does nothing else.
+
+    Args:
+        segment_size: memory it lends, with its unit.
+        ssd_folder: an existing folder for objects that the memory has no room for, on a master with `--enable_offload`.
+    """
+    command = (
+        *(_program("mooncake_client"), "--host", host, "--port", RPC_PORT, "--enable_http_server", "--http_port", PORT),
+        *("--master_server_address", master_address, "--metadata_server", "P2PHANDSHAKE", "--protocol", "tcp"),
+        *("--global_segment_size", segment_size),
+    )
+    tier = {"MOONCAKE_OFFLOAD_FILE_STORAGE_PATH": ssd_folder} if ssd_folder else {}
+    return ServerSpec(
+        name=name,
+        role=OWNER,
+        command=(*command, "--enable_offload") if ssd_folder else command,
+        environment={**tier, **(environment or {})},
+    )
+
+
+def _program(name: str) -> str:
+    """A command of Mooncake's, beside this Python or on the PATH."""
     places = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
-    return shutil.which("mooncake_master", path=places) or "mooncake_master"
+    return shutil.which(name, path=places) or name
 
 
 def pool_settings(role: str, master_address: str, segment_size: str) -> dict[str, object]:

@@ -119,15 +119,11 @@ class MooncakeStore:
             return _all(keys, store_codes.refused(f"looking {len(keys)} keys up: {refusal}"))
         return self._ask(self._reading, StoreCall.EXISTS, keys, lambda native: native.exists(keys), store_codes.exists_result)
 
-    def remove(self, keys: Sequence[StoreKey], *, prefix: str, even_in_use: bool = False) -> StoreAnswer:
+    def remove(self, keys: Sequence[StoreKey], *, prefix: str) -> StoreAnswer:
         refusal = removal_refusal(keys, prefix)
         if refusal is not None:
             return _all(keys, store_codes.refused(f"removing {len(keys)} keys: {refusal}"))
-
-        def ask(native: NativeStore) -> list[int]:
-            return native.remove(keys, even_in_use=even_in_use)
-
-        return self._ask(self._serving, StoreCall.REMOVE, keys, ask, store_codes.remove_result)
+        return self._ask(self._serving, StoreCall.REMOVE, keys, lambda native: native.remove(keys), store_codes.remove_result)
 
     def health(self) -> StoreHealth:
         if not self._is_leaving:
@@ -155,10 +151,11 @@ class MooncakeStore:
             return StoreHealth.CLOSED
         if self._settings.segment_bytes > 0:
             return self._serving.health()
-        address = self._settings.master_address
-        if not master_address.is_listening(address) or self.exists((_NO_KEY,)).is_lost:
-            return StoreHealth.UNREACHABLE
-        return StoreHealth.CONNECTED
+        return StoreHealth.CONNECTED if self._has_master() else StoreHealth.UNREACHABLE
+
+    def _has_master(self) -> bool:
+        """Ask it."""
+        return master_address.is_listening(self._settings.master_address) and not self.exists((_NO_KEY,)).is_lost
 
     def _leave(self) -> StoreHealth:
         """Close all clients; those of calls under way are asked again."""
@@ -201,7 +198,11 @@ class MooncakeStore:
                 results = (store_codes.unanswered(call, len(answers), len(keys)),) * len(keys)
             if call in store_codes.MOVES_BYTES and any(one.outcome is KeyOutcome.UNKNOWN for one in results):
                 client.note_unknown()
-        return StoreAnswer(results=results, is_lost=any(map(store_codes.is_lost, answers)))
+        is_lost = any(map(store_codes.is_lost, answers))
+        if is_lost and call is StoreCall.GET:
+            # The owner of an SSD tier that does not answer gives the same codes.
+            is_lost = not self._has_master()
+        return StoreAnswer(results=results, is_lost=is_lost)
 
     def _data_refusal(self, keys: Sequence[StoreKey], batch: StoreBatch) -> str | None:
         with self._register_lock:

@@ -6,13 +6,18 @@ Sources, Mooncake v0.3.13.post1:
   `mooncake-store/src/client_service.cpp`, `Client::BatchGet`. It asks the master for all keys first, submits all transfers,
   waits 60 s for them (`transfer_task.cpp`, hard-coded), and looks at the object leases last. So -703, -704, -702 and -600
   come before a byte was asked for, and -707 only when all bytes of *that* key had come. -800 says that something of the
-  key is still under way, or may be: bytes were seen to land 60 s later; -801 comes after all bytes of the key;
+  key is still under way, or may be: bytes were seen to land 60 s later;
 - what a put makes of them: `client_service.cpp`, `Client::BatchPut`: "exists already" is answered with 0;
 - what a remove makes of them: `mooncake-store/src/master_service.cpp`, `MasterService::Remove`: first "is there", then "has no
   object lease", then "nobody is writing it".
 
+- what a get of an object on an SSD makes of them: `real_client.cpp`, `batch_get_into_offload_object_internal`. The owner reads
+  the file into memory of its own and answers; the bytes are copied from there; last it is asked whether that took longer than
+  the owner keeps its memory. So -10, -1101 and -1102, which are the owner's answers, come before a byte was on its way, and
+  -706 when all had come.
+
 -900 and -901 are UNKNOWN for data although a plain get asks the master before it moves anything: with an SSD tier the owner
-is asked as well, and then bytes are on their way.
+is asked as well, and then bytes are on their way. Which of the two did not answer, these codes do not tell.
 
 Rows are only added for codes that were seen or read in these sources; an unlisted code is UNKNOWN. The codes actually
 observed are recorded per version in `tests/contract/observed_store_codes.json`.
@@ -55,8 +60,6 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     remedy: str
 
 
-CHECKSUM_MISMATCH = -801
-"""Mooncake's name for it, where MOONCAKE_STORE_CHECKSUM is set; a seal that does not fit says the same."""
 _LOST = frozenset({-900, -901})
 """RPC_FAIL, RPC_TIMEOUT: the master does not answer."""
 
@@ -75,6 +78,7 @@ _NAMES = {
     -710: "REPLICA_NOT_FOUND",
     -712: "REPLICA_IS_GONE",
     -714: "OBJECT_REPLICA_BUSY",
+    -801: "CHECKSUM_MISMATCH",
     -1010: "UNAVAILABLE_IN_CURRENT_STATUS",
     -1011: "UNAVAILABLE_IN_CURRENT_MODE",
     -1103: "FILE_WRITE_FAIL",
@@ -83,19 +87,24 @@ _NAMES = {
 
 _RPC_FAIL = _Row(
     outcome=KeyOutcome.UNKNOWN,
-    meaning="the master could not be reached",
+    meaning="the master could not be reached, or for a get the owner of an SSD",
     remedy="check that mooncake_master runs at the configured address; clients connect again by themselves",
 )
 _RPC_TIMEOUT = _Row(
     outcome=KeyOutcome.UNKNOWN,
-    meaning="the master did not answer within MC_RPC_TIMEOUT_MS",
-    remedy="check that mooncake_master is neither stopped nor short of CPU",
+    meaning="the master, or for a get the owner of an SSD, did not answer within MC_RPC_TIMEOUT_MS",
+    remedy="check that mooncake_master and mooncake_client are neither stopped nor short of CPU or disk",
 )
 _TRANSFER_FAIL = _Row(
     outcome=KeyOutcome.UNKNOWN,
     meaning="the process that owns the memory was lost or silent, or its value has another length; the rest may still be "
     "under way",
     remedy="check that all owners of pool memory are alive; a dead one is forgotten after the master's client_ttl",
+)
+_FILE_FAIL = _Row(
+    outcome=KeyOutcome.FAILED,
+    meaning="its owner could not read it from its SSD",
+    remedy="look at the SSD and its folder on that machine; a mooncake_client that is started anew scans it",
 )
 _QUOTA = _Row(
     outcome=KeyOutcome.FULL,
@@ -121,13 +130,20 @@ _TABLE: dict[tuple[StoreCall, int], _Row] = {
         meaning="the object lease ended before the call did, so the bytes may be of another object",
         remedy="start mooncake_master with a larger --default_kv_lease_ttl (30000 is advised)",
     ),
-    (StoreCall.GET, -800): _TRANSFER_FAIL,
-    (StoreCall.GET, CHECKSUM_MISMATCH): _Row(
+    (StoreCall.GET, -706): _Row(
         outcome=KeyOutcome.FAILED,
-        meaning="its bytes are not those that were put: something wrote over them in its owner's memory",
-        remedy="nothing: it is taken out of the pool and computed anew; many of them after a process was stopped or lost are "
-        "bytes of puts that had failed",
+        meaning="copying it from its owner's SSD took longer than the owner keeps what it has read, so the bytes may be of "
+        "another object",
+        remedy="start mooncake_client with a larger MOONCAKE_OFFLOAD_CLIENT_BUFFER_GC_TTL_MS (5000 if unset)",
     ),
+    (StoreCall.GET, -10): _Row(
+        outcome=KeyOutcome.FAILED,
+        meaning="its owner had no memory left to read it from its SSD into",
+        remedy="start mooncake_client with a larger MOONCAKE_OFFLOAD_LOCAL_BUFFER_SIZE_BYTES (1.25 GiB if unset)",
+    ),
+    (StoreCall.GET, -1101): _FILE_FAIL,
+    (StoreCall.GET, -1102): _FILE_FAIL,
+    (StoreCall.GET, -800): _TRANSFER_FAIL,
     (StoreCall.GET, -900): _RPC_FAIL,
     (StoreCall.GET, -901): _RPC_TIMEOUT,
     (StoreCall.PUT, -200): _Row(
@@ -206,11 +222,6 @@ def get_result(answer: int, *, value_bytes: int) -> KeyResult:
         return _failure(StoreCall.GET, answer)
     reason = f"{StoreCall.GET.value} brought {answer} bytes of a value that should have {value_bytes}"
     return KeyResult(outcome=KeyOutcome.UNKNOWN, code=answer, reason=reason)
-
-
-def broken_result() -> KeyResult:
-    """Of a key whose bytes came and are not those that were put."""
-    return _failure(StoreCall.GET, CHECKSUM_MISMATCH)
 
 
 def exists_result(answer: int) -> KeyResult:

@@ -48,7 +48,7 @@ POOL_STORE_ERRORS = "pool_store_errors_total"
 STORE_CODES = (
     *(-1, -10, -101, -103, -200, -400, -500, -600, -601),
     *(-700, -701, -702, -705, -706, -707, -710, -712, -714),
-    *(-800, -801, -900, -901, -1010, -1011, -1103, -1700, -1701),
+    *(-800, -801, -900, -901, -1010, -1011, -1101, -1102, -1103, -1700, -1701),
 )
 """Codes of errors that a label may have. `engines.store_codes` says what they mean; a test holds the two together."""
 
