@@ -119,11 +119,15 @@ class MooncakeStore:
             return _all(keys, store_codes.refused(f"looking {len(keys)} keys up: {refusal}"))
         return self._ask(self._reading, StoreCall.EXISTS, keys, lambda native: native.exists(keys), store_codes.exists_result)
 
-    def remove(self, keys: Sequence[StoreKey], *, prefix: str) -> StoreAnswer:
+    def remove(self, keys: Sequence[StoreKey], *, prefix: str, even_in_use: bool = False) -> StoreAnswer:
         refusal = removal_refusal(keys, prefix)
         if refusal is not None:
             return _all(keys, store_codes.refused(f"removing {len(keys)} keys: {refusal}"))
-        return self._ask(self._serving, StoreCall.REMOVE, keys, lambda native: native.remove(keys), store_codes.remove_result)
+
+        def ask(native: NativeStore) -> list[int]:
+            return native.remove(keys, even_in_use=even_in_use)
+
+        return self._ask(self._serving, StoreCall.REMOVE, keys, ask, store_codes.remove_result)
 
     def health(self) -> StoreHealth:
         if not self._is_leaving:

@@ -6,7 +6,7 @@ Sources, Mooncake v0.3.13.post1:
   `mooncake-store/src/client_service.cpp`, `Client::BatchGet`. It asks the master for all keys first, submits all transfers,
   waits 60 s for them (`transfer_task.cpp`, hard-coded), and looks at the object leases last. So -703, -704, -702 and -600
   come before a byte was asked for, and -707 only when all bytes of *that* key had come. -800 says that something of the
-  key is still under way, or may be: bytes were seen to land 60 s later;
+  key is still under way, or may be: bytes were seen to land 60 s later; -801 comes after all bytes of the key;
 - what a put makes of them: `client_service.cpp`, `Client::BatchPut`: "exists already" is answered with 0;
 - what a remove makes of them: `mooncake-store/src/master_service.cpp`, `MasterService::Remove`: first "is there", then "has no
   object lease", then "nobody is writing it".
@@ -60,6 +60,8 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     remedy: str
 
 
+CHECKSUM_MISMATCH = -801
+"""Mooncake's name for it, where MOONCAKE_STORE_CHECKSUM is set; a seal that does not fit says the same."""
 _LOST = frozenset({-900, -901})
 """RPC_FAIL, RPC_TIMEOUT: the master does not answer."""
 
@@ -78,7 +80,6 @@ _NAMES = {
     -710: "REPLICA_NOT_FOUND",
     -712: "REPLICA_IS_GONE",
     -714: "OBJECT_REPLICA_BUSY",
-    -801: "CHECKSUM_MISMATCH",
     -1010: "UNAVAILABLE_IN_CURRENT_STATUS",
     -1011: "UNAVAILABLE_IN_CURRENT_MODE",
     -1103: "FILE_WRITE_FAIL",
@@ -144,6 +145,12 @@ _TABLE: dict[tuple[StoreCall, int], _Row] = {
     (StoreCall.GET, -1101): _FILE_FAIL,
     (StoreCall.GET, -1102): _FILE_FAIL,
     (StoreCall.GET, -800): _TRANSFER_FAIL,
+    (StoreCall.GET, CHECKSUM_MISMATCH): _Row(
+        outcome=KeyOutcome.FAILED,
+        meaning="its bytes are not those that were put: something wrote over them in its owner's memory",
+        remedy="nothing: it is taken out of the pool and computed anew; many of them after a process was stopped or lost are "
+        "bytes of puts that had failed",
+    ),
     (StoreCall.GET, -900): _RPC_FAIL,
     (StoreCall.GET, -901): _RPC_TIMEOUT,
     (StoreCall.PUT, -200): _Row(
@@ -222,6 +229,11 @@ def get_result(answer: int, *, value_bytes: int) -> KeyResult:
         return _failure(StoreCall.GET, answer)
     reason = f"{StoreCall.GET.value} brought {answer} bytes of a value that should have {value_bytes}"
     return KeyResult(outcome=KeyOutcome.UNKNOWN, code=answer, reason=reason)
+
+
+def broken_result() -> KeyResult:
+    """Of a key whose bytes came and are not those that were put."""
+    return _failure(StoreCall.GET, CHECKSUM_MISMATCH)
 
 
 def exists_result(answer: int) -> KeyResult:
