@@ -96,6 +96,7 @@ def test_an_object_lease_is_measured(lease_s: float, seconds: float, is_over: bo
     clock = Clock(pool)
     found = lease_of(store, up_to_s=30.0, clock=clock, sleep=clock.sleep)
     assert (pytest.approx(seconds, abs=0.2), is_over, "") == (found.seconds, found.is_over, found.error)
+    assert {} == pool.objects
 
 
 def test_without_memory_no_object_lease_is_measured() -> None:

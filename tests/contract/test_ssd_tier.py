@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from vllm_mooncake_ascend.engines.base import KeyOutcome, StoreHealth
+from vllm_mooncake_ascend.engines.sealed_store import SealedStore
 from vllm_mooncake_ascend.engines.store import MooncakeStore
+from vllm_mooncake_ascend.engines.store_codes import CHECKSUM_MISMATCH
 from vllm_mooncake_ascend.testing.memory import Bytes
 from vllm_mooncake_ascend.testing.standalone_pool import OBJECT_LEASE_S, StandalonePool
 from vllm_mooncake_ascend.testing.store_world import MIB, all_of, judged, memory_for, names, store_batch_of, values
@@ -31,7 +33,7 @@ class Tier:
 
     def __init__(self, **environment: str) -> None:
         self.pool = StandalonePool(has_ssd=True, environment=environment)
-        self.store = MooncakeStore(self.pool.settings)
+        self.store = SealedStore(MooncakeStore(self.pool.settings))
         self.store.connect()
         self.local: Bytes = memory_for(self.store, NUM_READ, MIB)
         for first in range(0, NUM_KEYS, NUM_READ):
@@ -123,6 +125,25 @@ def test_a_disk_that_fails_is_a_failure_and_moves_no_bytes(tier: Tier) -> None:
     removed, codes, is_lost = tier.read(keys)
     assert (True, False) == (set(removed) <= {KeyOutcome.FAILED, KeyOutcome.DONE}, is_lost)
     assert {0, -1101, -1102} >= codes
+
+
+def test_a_disk_that_lies_is_a_failure(tier: Tier) -> None:
+    """Goal: other bytes than were put are never DONE; Mooncake does not look. Method: one bit of the first object that each
+    file holds, well behind its header."""
+    keys = tier.pool.keys_on_disk_alone()[:NUM_READ]
+    for file in tier.pool.ssd_folder.rglob("*.bucket"):
+        with file.open("r+b") as opened:
+            opened.seek(MIB // 2)
+            (byte,) = opened.read(1)
+            opened.seek(MIB // 2)
+            opened.write(bytes([byte ^ 1]))
+    outcomes, codes, is_lost = tier.read(keys)
+    assert (True, set(), False) == (
+        KeyOutcome.FAILED in outcomes,
+        set(outcomes) - {KeyOutcome.DONE, KeyOutcome.FAILED},
+        is_lost,
+    )
+    assert {0, CHECKSUM_MISMATCH} == codes
 
 
 @pytest.mark.parametrize(

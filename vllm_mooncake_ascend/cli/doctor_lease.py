@@ -57,7 +57,7 @@ def lease_of(
     """Look an object of our own up, and try to remove it until that works.
 
     Args:
-        up_to_s: what the lease should be. An object that is in use much longer is left to be evicted.
+        up_to_s: what the lease should be. An object that is in use longer is removed all the same: by us alone it is used.
     """
     memory = np.zeros(OBJECT_BYTES, dtype=np.uint8)
     address = int(memory.__array_interface__["data"][0])
@@ -76,5 +76,6 @@ def lease_of(
         if removed.outcome is not KeyOutcome.IN_USE:
             return Lease(error=f"the object to measure with could not be removed: {removed.reason}")
         if seconds > up_to_s + LAG_S:
+            store.remove(key, prefix=PREFIX, even_in_use=True)
             return Lease(seconds=seconds)
         sleep(POLL_S)

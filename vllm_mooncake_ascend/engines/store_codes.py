@@ -147,7 +147,7 @@ _TABLE: dict[tuple[StoreCall, int], _Row] = {
     (StoreCall.GET, -800): _TRANSFER_FAIL,
     (StoreCall.GET, CHECKSUM_MISMATCH): _Row(
         outcome=KeyOutcome.FAILED,
-        meaning="its bytes are not those that were put: something wrote over them in its owner's memory",
+        meaning="its bytes are not those that were put: something changed them in its owner's memory or on its SSD",
         remedy="nothing: it is taken out of the pool and computed anew; many of them after a process was stopped or lost are "
         "bytes of puts that had failed",
     ),
