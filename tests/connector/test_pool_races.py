@@ -109,3 +109,28 @@ def test_the_answer_to_a_prompt_shorter_than_a_block_is_saved(make_pool_engine: 
     assert second.holds_kv(next_turn, second.block_ids(admitted), num_tokens=3 * BLOCK)
     second.run_until(admitted)
     settle(first, second)
+
+
+def test_a_prompt_computed_faster_than_it_is_saved_is_saved_whole(make_pool_engine: Make) -> None:
+    """Goal: the bound on blocks that saves hold delays them, and loses none. Method: hold the first put while more blocks are
+    computed than saves may hold; then give the puts time between steps."""
+    first, second = make_pool_engine(chunk=2 * BLOCK), make_pool_engine()
+    store = hold_store(first)
+    gate = store.hold("put")
+    prompt = prompt_of(30 * BLOCK)
+    request_id = first.add(prompt, max_tokens=20)
+    while first.scheduler.requests[request_id].num_computed_tokens < 22 * BLOCK:
+        first.step()
+    assert 16 == first.connector._scheduling._block_pins.num_pinned
+    store.let_pass("put")
+    gate.open()
+    while request_id not in first.finished:
+        first.workers[0]._working._shell.wait(0.05)
+        first.step()
+    drain(first)
+
+    admitted = admit(second, prompt)
+
+    assert 30 * BLOCK == loaded_tokens(second)
+    second.run_until(admitted)
+    settle(first, second)

@@ -64,13 +64,16 @@ def test_nothing_is_saved_behind_a_gap() -> None:
     assert [] == stage.compute(24)
 
 
-def test_a_save_that_would_hold_too_many_blocks_is_left_out() -> None:
-    """Goal: saves never starve an engine of blocks. Method: bound three; four new blocks, and then nothing more of it."""
+def test_what_there_is_no_room_for_is_saved_later() -> None:
+    """Goal: saves never starve an engine of blocks, and a prompt computed faster than it is saved is saved all the same.
+    Method: bound three; four blocks, two more while these are saved, and an end."""
     stage = started(max_saved_blocks=3)
 
-    assert [] == stage.compute(16)
-    assert [] == stage.compute(20)
-    assert 1 == stage.counts[counters.SAVES_ENDED, counters.CAPACITY]
+    assert [(1, (10, 11, 12))] == saved(stage.compute(16))
+    assert [] == stage.compute(24)
+    stage.save_ended()
+    assert [(2, (13, 14, 15))] == saved(stage.compute(24))
+    assert 2 == stage.counts[counters.SAVES_ENDED, counters.CAPACITY]
 
 
 def test_a_prefix_that_is_being_saved_is_not_saved_twice() -> None:

@@ -20,6 +20,7 @@ RARE_SEEDS = (
     ("wild", 199),
     ("dead", 314),
     ("slow", 78),
+    ("slow", 94),
     ("slow", 621),
     ("reset", 60),
 )

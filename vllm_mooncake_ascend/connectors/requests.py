@@ -82,8 +82,8 @@ def num_written_tokens(request: Any) -> int:
 
 
 def ended_with_kv(request: Any) -> bool:
-    """Whether the request finished in a way that leaves its prompt's KV complete (by length or by a stop)."""
-    return request.status.name in ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
+    """Whether the request finished in a way that leaves its KV complete (by length, by a stop, by repeating itself)."""
+    return request.status.name in ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED", "FINISHED_REPETITION")
 
 
 def end_reason(request: Any) -> str:

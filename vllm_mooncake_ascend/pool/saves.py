@@ -2,10 +2,10 @@
 
 After each finished chunk the new whole blocks of a request are saved: from the chunk's end backwards to the first block that
 is known to be in the pool or on its way, or to the save cursor. So a prefix is saved once whoever computes it, and what the
-local cache had is saved only where the pool lacks it. A save is pinned until every rank has ended it, so it outlives abort
-and preemption with the right bytes. After a save that failed, or found no room, the chain saves no more: what follows a gap is
-of no use, and a save that leans on a block whose own save failed is not taken for known, so that the next who has the prefix
-saves all of it. States of a save:
+local cache had is saved only where the pool lacks it. What there is no room for is left to the next chunk, or to the request's
+end. A save is pinned until every rank has ended it, so it outlives abort and preemption with the right bytes. After a save that
+failed the chain saves no more: what follows a gap is of no use, and a save that leans on a block whose own save failed is not
+taken for known, so that the next who has the prefix saves all of it. States of a save:
 
     UNKNOWN      not in the table
     SAVING       the ranks save
@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from vllm_mooncake_ascend import limits
 from vllm_mooncake_ascend.law import Cell, Law
 from vllm_mooncake_ascend.layout.blocks import NULL_BLOCK
+from vllm_mooncake_ascend.planner import hits
 from vllm_mooncake_ascend.planner.pool_keys import group_hashes
 from vllm_mooncake_ascend.pool import actions, counters, events
 from vllm_mooncake_ascend.pool.book import Entry
@@ -117,21 +118,18 @@ class Saves:
     # --- starting -----------------------------------------------------------------------------------------------------
 
     def chunk(self, entry: Entry, event: events.ChunkComputed, namespace: str, now: float) -> None:
-        """Save the new whole blocks of a request, and move its cursor."""
+        """Save the new whole blocks of a request as far as there is room, and move its cursor: the rest comes with the next
+        chunk, or with the request's end."""
         self._known.age(now)
-        found = list(self._new_blocks(entry, event))
+        num_tokens = min(event.num_tokens, len(entry.hashes) * self._settings.hash_tokens)
+        found = list(self._new_blocks(entry, event, self._spans_that_fit(entry, event, num_tokens)))
         groups = tuple(blocks for blocks, _ in found)
-        num_named_tokens = len(entry.hashes) * self._settings.hash_tokens
-        entry.saved_tokens = max(entry.saved_tokens, min(event.num_tokens, num_named_tokens))
         if not groups:
             return
         self._last_id += 1
         leans_on = tuple(before for _, before in found if before is not None)
         save = Save(save_id=self._last_id, request_id=entry.request_id, chain=entry.chain, groups=groups, leans_on=leans_on)
-        if self.num_pinned_blocks + len(save.block_ids) > self._settings.max_saved_blocks:
-            self._count(counters.SAVES_ENDED, counters.CAPACITY)
-            self._broken(save.request_id, save.chain)
-            return
+        assert self.num_pinned_blocks + len(save.block_ids) <= self._settings.max_saved_blocks
         self._saves[save.save_id] = save
         self._known.start(_names(groups))
         self.num_pinned_blocks += len(save.block_ids)
@@ -160,25 +158,50 @@ class Saves:
                 self._known.unlearn(names[holes[0] :])
                 self._told.gone(names[index] for index in holes)
 
-    def _new_blocks(self, entry: Entry, event: events.ChunkComputed) -> Iterator[tuple[GroupBlocks, BlockName | None]]:
-        """Blocks of each group that the pool lacks, from the cursor on, and the block they lean on; positions without a block
-        are left out."""
+    def _spans_that_fit(self, entry: Entry, event: events.ChunkComputed, num_tokens: int) -> list[range]:
+        """Positions of each group that the pool lacks, from the cursor to `num_tokens`, or as far as there is room; moves the
+        cursor there."""
+        room = self._settings.max_saved_blocks - self.num_pinned_blocks
+        firsts = [entry.saved_tokens // group.tokens_per_block for group in self._settings.groups]
+        spans = self._spans(entry, event, num_tokens)
+        if sum(map(len, spans)) > room:
+            self._count(counters.SAVES_ENDED, counters.CAPACITY)
+        step = hits.alignment_tokens(self._settings.groups)
+        while (num_too_many := sum(map(len, spans)) - room) > 0 and num_tokens > 0:
+            num_steps = max(1, num_too_many * self._settings.hash_tokens // (step * len(spans)))
+            num_tokens = max(0, (num_tokens - 1) // step + 1 - num_steps) * step
+            spans = self._spans(entry, event, num_tokens)
+        entry.saved_tokens = max(entry.saved_tokens, num_tokens)
+        num_shared = sum(max(0, span.start - first) for first, span in zip(firsts, spans, strict=True))
+        if num_shared:
+            self._count(counters.BLOCKS_SHARED, amount=num_shared)
+        return spans
+
+    def _spans(self, entry: Entry, event: events.ChunkComputed, num_tokens: int) -> list[range]:
+        spans = []
         for group_index, group in enumerate(self._settings.groups):
             ratio = group.tokens_per_block // self._settings.hash_tokens
-            block_ids = event.block_ids[group_index]
-            end = min(event.num_tokens // group.tokens_per_block, len(block_ids), len(entry.hashes) // ratio)
+            end = min(num_tokens // group.tokens_per_block, len(event.block_ids[group_index]), len(entry.hashes) // ratio)
             start = end
             first = entry.saved_tokens // group.tokens_per_block
             while start > first and not self._known.has((group_index, entry.hashes[start * ratio - 1])):
                 start -= 1
-            if start > first:
-                self._count(counters.BLOCKS_SHARED, amount=start - first)
-            hashes = group_hashes(entry.hashes[start * ratio : end * ratio], ratio)
-            new = [one for one in zip(block_ids[start:end], hashes, strict=True) if one[0] != NULL_BLOCK]
+            spans.append(range(start, end))
+        return spans
+
+    def _new_blocks(
+        self, entry: Entry, event: events.ChunkComputed, spans: list[range]
+    ) -> Iterator[tuple[GroupBlocks, BlockName | None]]:
+        """Blocks of each group's span, and the block they lean on; positions without a block are left out."""
+        for group_index, (group, span) in enumerate(zip(self._settings.groups, spans, strict=True)):
+            ratio = group.tokens_per_block // self._settings.hash_tokens
+            hashes = group_hashes(entry.hashes[span.start * ratio : span.stop * ratio], ratio)
+            pairs = zip(event.block_ids[group_index][span.start : span.stop], hashes, strict=True)
+            new = [one for one in pairs if one[0] != NULL_BLOCK]
             if new:
                 new_ids, new_hashes = zip(*new, strict=True)
-                is_chain = start > 0 and group.window_tokens == 0 and not group.has_recurrent_state
-                before = (group_index, entry.hashes[start * ratio - 1]) if is_chain else None
+                is_chain = span.start > 0 and group.window_tokens == 0 and not group.has_recurrent_state
+                before = (group_index, entry.hashes[span.start * ratio - 1]) if is_chain else None
                 yield GroupBlocks(group_index=group_index, block_ids=new_ids, hashes=new_hashes), before
 
     # --- the workers' ends --------------------------------------------------------------------------------------------
