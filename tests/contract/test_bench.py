@@ -26,7 +26,7 @@ def bench(out: Path, *words: str) -> Report:
 
 def test_transfer_reads_by_every_way(tmp_path: Path) -> None:
     """Goal: two processes, four ways, the right bytes (the command compares them itself). Method: two rounds of 2 MiB."""
-    made = bench(tmp_path / "transfer.json", "transfer", "--size", "2", "--rounds", "2")
+    made = bench(tmp_path / "transfer.json", "transfer", "--size", "2", "--rounds", "2", "--seed", "4")
     cases = {"2 MiB, 16 merged runs", "2 MiB, 32 scattered runs"}
     found = {(figure.measure.case, figure.measure.subject) for figure in made.figures}
     ways = ("ours", "raw Mooncake", "memcpy")
@@ -45,3 +45,19 @@ def test_hooks_are_measured_beside_those_of_vllm(tmp_path: Path) -> None:
     assert of_a_step | of_a_newcomer == found
     assert all(len(figure.samples) == 2 and figure.spread.median > 0 for figure in made.figures)
     assert ["ours, pool"] == [ratio.comparison.above.subject for ratio in made.ratios]
+
+
+def test_pool_puts_gets_and_looks_up(tmp_path: Path) -> None:
+    """Goal: a master, another process' memory, every client, the right bytes (the command compares them itself). Method: two
+    rounds of 2 MiB."""
+    made = bench(tmp_path / "pool.json", "pool", "--size", "2", "--keys", "10", "--rounds", "2")
+    found = {(figure.measure.name, figure.measure.case, figure.measure.subject) for figure in made.figures}
+    ours, raw, unsealed = "ours", "raw Mooncake", "ours, without seals"
+    apart, together = "ours, reads_apart", "ours, reads_apart off"
+    assert {
+        *(("put", "2 MiB into the own segment", who) for who in (ours, unsealed, raw)),
+        *(("get", "2 MiB from own segment", who) for who in (together, apart, raw)),
+        *(("get", "2 MiB from other process", who) for who in (ours, unsealed, raw)),
+        *(("lookup", "10 keys", who) for who in (ours, raw)),
+    } == found
+    assert all(len(figure.samples) == 2 and figure.spread.median > 0 for figure in made.figures)
