@@ -141,3 +141,23 @@ def test_a_fence_does_not_part_the_clients_of_a_store(moving: Moving) -> None:
     assert StoreHealth.CONNECTED is store.health()
     assert all_of(KeyOutcome.MISSING, keys) == store.exists(keys).outcomes
     assert all_of(KeyOutcome.ACCEPTED, keys) == store.put(keys, batch).outcomes
+
+
+@pytest.mark.parametrize("segment_bytes", [0, 16 * MIB], ids=["lends nothing", "lends memory"])
+def test_behind_a_virtual_address_nothing_has_to_move(moving: Moving, segment_bytes: int) -> None:
+    """Goal: where the address stays and leads to another machine, as a Kubernetes service's does, the next connection is at
+    the new master. Method: the relay leads there at once, the name stands for what it did; calls until they are answered."""
+    store = moving.store(segment_bytes=segment_bytes)
+    keys = names("virtual", 2)
+    moving.old.stop()
+    moving.relay.point_at(moving.new.address)
+    deadline_s = time.monotonic() + NOTICED_S
+    while set(store.exists(keys).outcomes) != {KeyOutcome.MISSING} or store.health() is not StoreHealth.CONNECTED:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)
+    if segment_bytes > 0:
+        batch = store_batch_of(memory_for(store, 2, 4 * KIB))
+        while store.put(keys, batch).outcomes != all_of(KeyOutcome.ACCEPTED, keys):
+            assert time.monotonic() < deadline_s
+            assert store.fence()
+        assert all_of(KeyOutcome.DONE, keys) == store.get(keys, batch).outcomes
