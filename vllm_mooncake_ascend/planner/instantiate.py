@@ -64,9 +64,9 @@ def join(runs: Runs, pieces: Pieces, bounds: CopyBounds) -> list[Joined]:
 def chopped(batch: CopyBatch, max_bytes: int) -> CopyBatch:
     """The same bytes with no descriptor longer than `max_bytes`."""
     assert max_bytes > 0
-    num_parts = -(-batch.lengths_bytes // max_bytes)
-    if len(batch) == int(num_parts.sum()):
+    if len(batch) == 0 or int(batch.lengths_bytes.max()) <= max_bytes:
         return batch
+    num_parts = -(-batch.lengths_bytes // max_bytes)
     index = np.repeat(np.arange(len(batch)), num_parts)
     part_index = np.arange(len(index)) - np.repeat(np.cumsum(num_parts) - num_parts, num_parts)
     done_bytes = part_index * max_bytes
