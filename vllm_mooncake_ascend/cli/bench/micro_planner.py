@@ -19,7 +19,8 @@ from vllm_mooncake_ascend.planner.plan import PeerPlan
 from vllm_mooncake_ascend.planner.store_batch import object_template, store_batch
 
 BLOCK_TOKENS = 128
-NUM_HEADS = 8
+NUM_HEADS = 1
+"""Of 8 on 8 ranks: a block of a layer is 64 KiB, all of them are 40 GiB a rank."""
 HEAD_BYTES = 256
 """Of one token's key, and of its value: 128 numbers of two bytes."""
 PACKED = "K and V packed"
@@ -59,7 +60,7 @@ def _store_probe(rank: RankLayout, block_ids: tuple[int, ...], case: str) -> Pro
 
 
 def imagined_rank(num_layers: int, num_blocks: int, packing: str, *, base_address: int, session: str) -> RankLayout:
-    """One rank that has all heads, each layer's tensors in regions of their own."""
+    """One rank, each layer's tensors in regions of their own."""
     heads = head_share(NUM_HEADS, tp_rank=0, tp_size=1)
     token_bytes = NUM_HEADS * HEAD_BYTES
     planes: list[Plane] = []
