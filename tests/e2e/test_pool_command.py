@@ -19,9 +19,11 @@ from vllm_mooncake_ascend.cli.local_cluster import LocalCluster, Server
 from vllm_mooncake_ascend.cli.main import build_app
 from vllm_mooncake_ascend.cli.master_http import MasterHttp
 from vllm_mooncake_ascend.engines import environment
-from vllm_mooncake_ascend.engines.base import KeyOutcome
+from vllm_mooncake_ascend.engines.base import KeyOutcome, KVStore
 from vllm_mooncake_ascend.engines.native_store import StoreSettings
+from vllm_mooncake_ascend.engines.sealed_store import SealedStore
 from vllm_mooncake_ascend.engines.store import MooncakeStore
+from vllm_mooncake_ascend.planner.store_batch import SEAL_BYTES
 from vllm_mooncake_ascend.testing.store_world import MIB, memory_for, store_batch_of
 
 MODEL = Path(__file__).resolve().parents[2] / "build/models/tiny-gqa"
@@ -75,9 +77,9 @@ def saved_keys(master: Server) -> list[str]:
     return keys
 
 
-def overwrite(master: Server, key: str, store: MooncakeStore) -> None:
-    """Other bytes of the same length in place of the block."""
-    size = MasterHttp(master.url.removeprefix("http://")).sizes([key])[key]
+def overwrite(master: Server, key: str, store: KVStore) -> None:
+    """Other bytes of the same length in place of the block, with a seal that is right."""
+    size = MasterHttp(master.url.removeprefix("http://")).sizes([key])[key] - SEAL_BYTES
     store.connect()
     assert (KeyOutcome.DONE,) == store.remove([key], prefix=key[:32]).outcomes
     source = memory_for(store, 1, size)
@@ -90,9 +92,8 @@ def test_a_block_with_wrong_bytes_is_found(master: Server) -> None:
     """What the engine saved equals a recomputation; then the bytes of one block are replaced."""
     keys = saved_keys(master)
     verify = ("verify", "--model", str(MODEL), "--prompt", PROMPT.text, *demo.engine_arguments("float32"))
-    store = MooncakeStore(
-        StoreSettings(host="127.0.0.1", protocol="tcp", master_address=master.rpc_address, segment_bytes=16 * MIB)
-    )
+    settings = StoreSettings(host="127.0.0.1", protocol="tcp", master_address=master.rpc_address, segment_bytes=16 * MIB)
+    store = SealedStore(MooncakeStore(settings))
     try:
         overwrite(master, keys[0], store)
         code, (verdict,) = run(master, *verify)
