@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import msgspec
 import pytest
 
+from vllm_mooncake_ascend import limits
 from vllm_mooncake_ascend.engines.base import KeyOutcome
 from vllm_mooncake_ascend.engines.native_store import StoreSettings
 from vllm_mooncake_ascend.engines.store import MooncakeStore
@@ -41,6 +43,20 @@ def test_an_address_without_a_master_is_named(mooncake_environment: None, addres
     """At once, by a look at its port."""
     with pytest.raises(EngineError, match="nobody listens"):
         MooncakeStore(msgspec.structs.replace(SETTINGS, master_address=address)).connect()
+
+
+@pytest.mark.engine
+def test_nobody_waits_for_a_stopped_master(world: MooncakeStoreWorld) -> None:
+    """Its port accepts, and Mooncake's setup would hold the GIL for 2.4 s. The threads of this process go on, and connecting
+    fails soon and by name; when the master goes on it can be done."""
+    store = world.store_with(msgspec.structs.replace(SETTINGS, master_address=world.master_address))
+    world.stop_master()
+    started_s = time.monotonic()
+    with pytest.raises(EngineError, match="does not answer"):
+        store.connect()
+    assert time.monotonic() - started_s < 2 * limits.STORE_CONNECT_S
+    world.resume_master()
+    store.connect()
 
 
 @pytest.mark.engine

@@ -1,4 +1,4 @@
-"""Where the master of a pool is: whether somebody listens there, and whether its name has come to stand for other machines.
+"""Where the master of a pool is: whether it answers there, and whether its name has come to stand for other machines.
 
 Only of a plain `host:port`. Other addresses (`etcd://...`) are Mooncake's to resolve, and it follows a new master by them.
 
@@ -15,6 +15,7 @@ from collections.abc import Callable
 from vllm_mooncake_ascend import limits
 from vllm_mooncake_ascend.engines.base import StoreHealth
 
+_NO_REQUEST = b"\0"
 Resolver = Callable[[str], frozenset[str]]
 """From a master's address to the IP addresses for which it stands now; none: not known."""
 
@@ -49,16 +50,27 @@ class MasterWatch:
         return self._num_moved >= limits.PROBES_TO_MOVE
 
 
-def is_listening(master_address: str) -> bool:
-    """Whether somebody accepts at a plain address. True for others."""
+def silence(master_address: str) -> str:
+    """Why no master answers at a plain address, "" when one does; "" for other addresses.
+
+    A process that is stopped accepts connections all the same (the kernel does), and Mooncake's setup then holds the GIL for
+    2.4 s at each attempt. So a byte is sent with which no request begins: a living master hangs up within 2 ms, and logs
+    nothing (measured, 0.3.13.post1).
+    """
     place = _place(master_address)
     if place is None:
-        return "://" in master_address
+        return "" if "://" in master_address else "nobody listens there: it is no host:port"
     try:
-        socket.create_connection(place, timeout=limits.STORE_CONNECT_S).close()
-    except OSError:
-        return False
-    return True
+        with socket.create_connection(place, timeout=limits.STORE_CONNECT_S) as connection:
+            connection.sendall(_NO_REQUEST)
+            connection.recv(1)
+    except ConnectionResetError:
+        return ""
+    except TimeoutError:
+        return "it does not answer: it is stopped, short of CPU, or cannot be reached"
+    except (OSError, UnicodeError) as error:
+        return f"nobody listens there: {error}"
+    return ""
 
 
 def resolve(master_address: str) -> frozenset[str]:

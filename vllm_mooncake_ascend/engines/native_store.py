@@ -3,7 +3,7 @@
 What Mooncake leaves to its caller and this class settles (0.3.13.post1):
 - almost every call before `setup`, after `close`, or during `close` ends the process: the object is set up in the
   constructor, no call passes after `close`, and `store_client` lets nobody close while a call is under way;
-- `setup` and `close` hold the GIL, `setup` for 90 s when no master listens: its port is tried first;
+- `setup` and `close` hold the GIL, `setup` for 90 s when no master listens, and 2.4 s when it is stopped: it must answer first;
 - names of options differ between versions: they are looked for on the object.
 
 Never used: `prefer_alloc_in_same_node` (a get with it does not look at the object lease) and single-buffer calls.
@@ -18,7 +18,7 @@ import msgspec
 
 from vllm_mooncake_ascend import limits
 from vllm_mooncake_ascend.engines.base import StoreHealth, StoreKey
-from vllm_mooncake_ascend.engines.master_address import is_listening
+from vllm_mooncake_ascend.engines.master_address import silence
 from vllm_mooncake_ascend.errors import EngineError
 from vllm_mooncake_ascend.layout.plane import Region
 from vllm_mooncake_ascend.planner.store_batch import StoreBatch
@@ -67,10 +67,10 @@ class NativeStore:
         Raises:
             EngineError(FAILED): Mooncake cannot be loaded, no master listens, or it does not take us.
         """
-        if not is_listening(settings.master_address):
+        why = silence(settings.master_address)
+        if why:
             raise EngineError(
-                f"connecting to the master of the pool: nobody listens at {settings.master_address}; check that "
-                "mooncake_master runs there",
+                f"connecting to the pool's master at {settings.master_address}: {why}; check that mooncake_master runs there",
                 outcome=Outcome.FAILED,
             )
         module = _load()

@@ -159,7 +159,7 @@ class MooncakeStore:
 
     def _has_master(self) -> bool:
         """Ask it."""
-        return master_address.is_listening(self._settings.master_address) and not self.exists((_NO_KEY,)).is_lost
+        return not master_address.silence(self._settings.master_address) and not self.exists((_NO_KEY,)).is_lost
 
     def _leave(self) -> StoreHealth:
         """Close all clients; those of calls under way are asked again."""
