@@ -93,6 +93,17 @@ def test_what_the_disk_has_outlives_the_master(tier: Tier) -> None:
     assert (all_of(KeyOutcome.DONE, keys), {0}, False) == tier.read(keys)
 
 
+def test_what_the_disk_has_outlives_its_owner(tier: Tier) -> None:
+    """Goal: an owner that is started anew finds its files. Method: kill it, start it when the master has forgotten it (what
+    comes sooner is not taken: docs/pool.md), read what was on disk alone."""
+    keys = tier.pool.keys_on_disk_alone()[:NUM_READ]
+    tier.pool.owner.child.reap()
+    until(lambda: tier.store.exists(keys).outcomes == all_of(KeyOutcome.MISSING, keys))
+    tier.pool.restart(tier.pool.owner)
+    until(lambda: tier.store.exists(keys).outcomes == all_of(KeyOutcome.DONE, keys))
+    assert (all_of(KeyOutcome.DONE, keys), {0}, False) == tier.read(keys)
+
+
 def test_an_owner_that_does_not_answer_is_no_dead_master(tier: Tier) -> None:
     """Goal: the breaker stays closed for an owner's sake, although Mooncake gives the codes of a dead master. Method: stop
     the owner, let it go on, kill it."""

@@ -27,12 +27,20 @@ CONFIGS = sorted((ROOT / "examples").glob("*.json"))
 
 
 def compose_services() -> dict[str, Any]:
-    return yaml.safe_load((ROOT / "deploy/compose.yaml").read_text())["services"]
+    """Of all compose files, by file and name."""
+    files = {
+        path.stem: yaml.safe_load(path.read_text())["services"] for path in sorted((ROOT / "deploy").glob("compose*.yaml"))
+    }
+    return {f"{stem}: {name}": service for stem, services in files.items() for name, service in services.items()}
 
 
 def kubernetes_objects() -> list[dict[str, Any]]:
-    files = yaml.safe_load((ROOT / "deploy/kubernetes/kustomization.yaml").read_text())["resources"]
-    return [one for name in files for one in yaml.safe_load_all((ROOT / "deploy/kubernetes" / name).read_text())]
+    """Of all kustomizations."""
+    found = []
+    for path in sorted((ROOT / "deploy").rglob("kustomization.yaml")):
+        files = yaml.safe_load(path.read_text())["resources"]
+        found += [one for name in files for one in yaml.safe_load_all((path.parent / name).read_text())]
+    return found
 
 
 def containers() -> list[dict[str, Any]]:
@@ -50,8 +58,8 @@ def all_commands() -> Iterator[tuple[str, list[str]]]:
     """Where a command stands, and its words after `vllm-mooncake-ascend`."""
     for path in SCRIPTS:
         yield from ((path.name, words) for words in script_commands(path))
-    yield from ((f"compose: {name}", service["command"]) for name, service in compose_services().items())
-    yield from ((f"kubernetes: {one['args'][:2]}", one["args"]) for one in containers())
+    yield from ((name, service["command"]) for name, service in compose_services().items() if "entrypoint" not in service)
+    yield from ((f"kubernetes: {one['args'][:2]}", one["args"]) for one in containers() if "command" not in one)
 
 
 COMMANDS = list(all_commands())
@@ -70,7 +78,8 @@ def long_options(words: list[str]) -> list[str]:
 def test_every_place_has_commands() -> None:
     """The search for commands finds them where they are."""
     assert {"serve", "proxy"} == {words[0] for _, words in COMMANDS}
-    assert 3 <= len([where for where, _ in COMMANDS if where.startswith("kubernetes")])
+    assert 4 <= len([where for where, _ in COMMANDS if where.startswith("kubernetes")])
+    assert 5 == len([where for where, _ in COMMANDS if where.startswith("compose")])
 
 
 @pytest.mark.parametrize(("where", "words"), [one for one in COMMANDS if one[1][0] == "proxy"])
@@ -137,7 +146,8 @@ def test_services_select_pods_that_exist() -> None:
     objects = kubernetes_objects()
     labels = [one["spec"]["template"]["metadata"]["labels"] for one in objects if "template" in one["spec"]]
     services = [one["spec"] for one in objects if one["kind"] == "Service"]
-    assert [True] * 3 == [service["selector"] in labels for service in services]
+    assert [] == [service for service in services if service["selector"] not in labels]
+    assert 6 == len(services)
 
 
 def test_probes_ask_for_paths_that_exist() -> None:
