@@ -127,13 +127,13 @@ def test_a_store_goes_after_its_master_in_the_midst_of_calls(moving: Moving) -> 
 
 
 def test_a_fence_does_not_part_the_clients_of_a_store(moving: Moving) -> None:
-    """Goal: never one client at the old master and one at the new. Method: a put that the silent master leaves UNKNOWN, and
+    """Goal: never one client at the old master and one at the new. Method: a get that the silent master leaves UNKNOWN, and
     the fence behind it, before any look at the health."""
     store = moving.store(segment_bytes=16 * MIB)
     keys = names("lost", 2)
     batch = store_batch_of(memory_for(store, 2, 4 * KIB))
     moving.move()
-    assert all_of(KeyOutcome.UNKNOWN, keys) == store.put(keys, batch).outcomes
+    assert all_of(KeyOutcome.UNKNOWN, keys) == store.get(keys, batch).outcomes
     moving.relay.point_at(moving.new.address)
     assert store.fence()
     assert StoreHealth.CLOSED is store.health()

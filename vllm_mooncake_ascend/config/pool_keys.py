@@ -174,12 +174,13 @@ FILE_KEYS = (
     Borrowed(
         name="enable_offload",
         quiet=(False,),
-        remark="the SSD tier belongs to the `mooncake_client` processes and to the master, whose `--enable_offload` counts",
+        remark="the SSD tier belongs to the `mooncake_client` processes and to the master, whose `--enable_offload` counts, "
+        "see docs/pool.md",
     ),
     Borrowed(
         name="enable_ssd_offload",
         quiet=(False,),
-        remark="workers keep no SSD tier; run `mooncake_client --enable_offload` beside them",
+        remark="workers keep no SSD tier; run `mooncake_client --enable_offload` beside them, see docs/pool.md",
     ),
     Borrowed(name="ssd_offload_path", quiet=("",), remark="workers keep no SSD tier; see enable_ssd_offload"),
     Borrowed(
