@@ -150,7 +150,8 @@ MAX_GETS_AT_ONCE = 2
 MAX_SEALED_CALLS = MAX_GETS_AT_ONCE + 2
 """Puts and gets of one client under way with seals of their own; a worker puts one at a time, and one is to spare."""
 STORE_CALL_S = 61.0
-"""The longest a store call was seen to block: 60 s for a stopped owner, hard-coded in Mooncake 0.3.13."""
+"""The longest a store call blocks on an owner that it has spoken with before: 60 s, hard-coded in Mooncake 0.3.13. The first
+word to an owner that is stopped takes as long for each key of the call, one after the other."""
 FENCE_RETRY_MIN_S = 0.05
 """A fence of the store that did not hold is tried again after this, doubled each time up to the next bound. After an UNKNOWN
 get there is no time after which its bytes cannot land: 235 of 256 buffers did when the owner went on, 100 s after the get had

@@ -84,7 +84,8 @@ class KeyOutcome(enum.Enum):
     FAILED = "failed"
     """Nothing of it moves any more; a get's target holds an undefined mix of old and new bytes."""
     UNKNOWN = "unknown"
-    """Get: bytes may still land in the target. Put: the source may still be read. Exists, remove: no answer."""
+    """Get: bytes may still land in the target. Put: the source may still be read, at any later time, and what is found there
+    may land in memory that the pool has given to other objects by then. Exists, remove: no answer."""
 
 
 class KeyResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -163,11 +164,11 @@ class KVStore(Protocol):
         which takes `limits.STORE_RPC_MS` when it is silent and 5 s right after its death."""
 
     def fence(self) -> bool:
-        """After an UNKNOWN put or get: make sure that nothing of any earlier one moves any more.
+        """After an UNKNOWN get: make sure that no byte of any earlier one lands any more.
 
-        The client behind which something is unknown is closed and made anew; where one client does all, the memory it lends
-        to the pool goes with it. True when it is certain (also when nothing is unknown). False while a call is under way:
-        until that ends new calls are REFUSED; ask again. Needs no master.
+        The client that gets is closed and made anew. Where it also puts, nothing of an earlier put is read any more either,
+        and the memory it lends to the pool goes with it. True when it is certain (also when nothing is unknown). False while a
+        call is under way: until that ends new calls are REFUSED; ask again. Needs no master.
         """
 
     def close(self) -> bool:

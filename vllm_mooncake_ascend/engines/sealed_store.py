@@ -7,7 +7,7 @@ the sum of its bytes as 64-bit words, plus a digest of its key, so that a whole 
 pass for it. (59 to 100 of 256 objects had wrong bytes after such a put; with the putting client closed first 1 of 768 still.)
 
 A seal finds what was written over an object by accident, not what somebody forges, nor words of one object that changed places.
-It costs about a tenth of a get over TCP; Mooncake's own checksum takes four times as long as the get itself (docs/pool.md).
+It costs about a sixth of a get over TCP; Mooncake's own checksum makes one take four times as long.
 
 Memory is read by this process, so it must be the host's.
 """

@@ -5,6 +5,10 @@ none. After an UNKNOWN get the fence is the close of that client, and the object
 (Nothing landed in what was watched after such a close. Without it most of the bytes did, 160 s after the owner was stopped
 and 100 s after the get had failed: there is no time after which they cannot.)
 
+An UNKNOWN put is not fenced where that would take the memory we lend with it: one owner's death would empty the memory of all
+who put something to it. Mooncake may read its source for as long, and send what it finds there to memory that others use by
+then; `sealed_store` is what makes that harmless.
+
 Before each call the health of the client that lends memory is looked at, which costs nothing: with the master dead a call
 takes 4 s to say so. Calls soon after its death still find out the hard way, because that health is seconds old; they say
 `is_lost`, and what to do about it is the breaker's business, not ours. A client that lends nothing never pings the master
@@ -139,8 +143,7 @@ class MooncakeStore:
 
     def fence(self) -> bool:
         with self._lock:
-            fenced = [self._fence(client) for client in self._clients() if client.is_unresolved]
-            return all(fenced)
+            return not self._reading.is_unresolved or self._fence(self._reading)
 
     def close(self) -> bool:
         with self._lock:

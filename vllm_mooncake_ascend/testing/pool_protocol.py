@@ -113,6 +113,9 @@ Loads and saves have numbers of their own, because request ids come again. Every
   start. `reset_cache` moves the engine to a namespace of its own.
 * **The block hash** covers the whole prefix, adapter, salt and images included.
 * **The byte count**: a key whose value has another length than this engine's objects never counts as come.
+* **The seal**: where KV memory is the host's, a sum of an object's bytes and its key stands behind it, and a get whose bytes
+  do not fit it fails (-801); the object is taken out of the pool. For a put that has failed may go on writing, into memory that
+  the master has given to others.
 * **Generations**: progress of a life that is over (preemption, reset, another request of the same id) is not saved.
 
 ## What makes blocks safe
@@ -121,7 +124,8 @@ Loads and saves have numbers of their own, because request ids come again. Every
   a *fence* has closed the client behind which it hangs; only then the load ends, and its blocks are unpinned.
 * Where vLLM gives a failed request other blocks (0.30 and later) the failure is reported at once; before, the report waits for
   the ranks.
-* A put whose outcome is unknown may still read: its blocks stay pinned for QUARANTINE_S.
+* A put whose outcome is unknown may still read: its blocks stay pinned for QUARANTINE_S. Where objects have seals,
+  what it reads and sends later than that harms nobody.
 * A rank that never ends its order keeps its blocks.
 
 ## When it fails

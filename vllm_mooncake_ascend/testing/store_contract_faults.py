@@ -48,6 +48,25 @@ def killed_owner_is_never_done_and_the_others_live(world: StoreWorld) -> None:
         assert np.array_equal(values(keys, 64 * KIB), target)
 
 
+def fence_spares_what_we_lend_even_after_an_unknown_put(world: StoreWorld) -> None:
+    """Our own memory is full, so puts go to an owner that was killed, and a get does: both UNKNOWN. After the fence what lies
+    in our memory is still in the pool."""
+    dead, store = world.owner(), connected(world, segment_bytes=32 * MIB)
+    ours, more, lost = names("ours", 24), names("more", 24), names("lost", 2)
+    dead.put(lost, MIB)
+    source = memory_for(store, 24, MIB)
+    source[:] = values(ours, MIB)
+    assert all_of(_ACCEPTED, ours) == store.put(ours, store_batch_of(source)).outcomes
+    assert all_of(_DONE, ours) == store.exists(ours).outcomes
+    dead.kill()
+    assert {_ACCEPTED, KeyOutcome.UNKNOWN} == set(timed(world, lambda: store.put(more, store_batch_of(source)).outcomes))
+    assert all_of(KeyOutcome.UNKNOWN, lost) == timed(world, lambda: store.get(lost, store_batch_of(source[:2])).outcomes)
+    assert store.fence()
+    source[:] = 0
+    assert all_of(_DONE, ours) == store.get(ours, store_batch_of(source)).outcomes
+    assert np.array_equal(values(ours, MIB), source)
+
+
 def dead_master_is_noticed_and_forgiven(world: StoreWorld) -> None:
     """By a store that lends nothing, and so has no pings of its own (see `_master_dies`)."""
     _master_dies(world, connected(world))
@@ -169,6 +188,7 @@ def _connect_failure(store: KVStore) -> Outcome | None:
 
 CHECKS: tuple[StoreCheck, ...] = (
     killed_owner_is_never_done_and_the_others_live,
+    fence_spares_what_we_lend_even_after_an_unknown_put,
     dead_master_is_noticed_and_forgiven,
     dead_master_is_noticed_by_a_store_that_lends_memory,
     stopped_master_is_noticed,
