@@ -173,16 +173,17 @@ def fat(_fat: EnginePair) -> Iterator[EnginePair]:
 
 
 @pytest.fixture(scope="session")
-def _pool_master() -> Iterator[PoolMaster]:
+def pool_master() -> Iterator[PoolMaster]:
+    """The master of `pool`."""
     master = PoolMaster()
     yield master
     master.end()
 
 
 @pytest.fixture(scope="session")
-def _pool(_plain: EngineProcess, _pool_master: PoolMaster, request: pytest.FixtureRequest) -> Iterator[PoolEngines]:
+def _pool(_plain: EngineProcess, pool_master: PoolMaster, request: pytest.FixtureRequest) -> Iterator[PoolEngines]:
     started: list[EngineProcess] = []
-    begin = _pool_starter(_starter(started), _pool_master)
+    begin = _pool_starter(_starter(started), pool_master)
     engines = [begin("pool-first"), begin("pool-second", extra={"segment_bytes": 0, "save_decode": True})]
     try:
         wait_all_ready(engines)
@@ -203,9 +204,9 @@ def pool(_pool: PoolEngines) -> Iterator[PoolEngines]:
 
 
 @pytest.fixture
-def start_in_pool(start: Start, _pool_master: PoolMaster) -> Start:
+def start_in_pool(start: Start, pool_master: PoolMaster) -> Start:
     """Starts extra engines of one test that share the pool of `pool`."""
-    return _pool_starter(start, _pool_master)
+    return _pool_starter(start, pool_master)
 
 
 def _pool_starter(start: Start, master: PoolMaster) -> Start:

@@ -46,6 +46,24 @@ def test_a_pool_hit_equals_a_local_hit(pool: PoolEngines) -> None:
     assert [whole_blocks(length - 1) for length in LENGTHS] == [answer.num_cached_tokens for answer in by_local]
 
 
+def test_the_answer_comes_from_the_bytes_in_the_pool(pool: PoolEngines) -> None:
+    """Goal: a hit is what the pool holds, not what the engine computed after all. Method: spoil the blocks of the one engine
+    after they were computed and before they are saved, which its next step does; the other engine's answer must be wrong."""
+    prompt = random_prompt("spoiled", 500)
+    pool.first.hold()
+    running = pool.first.submit(prompt)
+    pool.first.step()
+    pool.first.poison(pool.first.state().held_block_ids)
+    pool.first.release()
+    running.result()
+    pool.drain(pool.first)
+
+    spoiled = pool.second.submit(prompt).result()
+
+    assert 480 == spoiled.num_cached_tokens
+    assert pool.expected(prompt) != spoiled.text
+
+
 def test_many_hits_at_once_are_answered_right(pool: PoolEngines) -> None:
     """Goal: loads that run at the same time, some of the same blocks, do not mix up. Method: 16 prompts of up to five chunks,
     half with a common prefix, all at once; more KV than the engine has blocks for."""
@@ -126,7 +144,7 @@ def test_what_is_stored_already_is_not_put_again_and_holds_nothing(pool: PoolEng
 def test_two_engines_that_save_the_same_at_once_hold_nothing(pool: PoolEngines) -> None:
     """Goal: puts of keys that another engine has put, or is putting, end like all others (H6). Method: both engines are
     given the same prompts while they are held, so that both find nothing and both save; then one loads what came of it."""
-    prompts = [random_prompt(f"twice {index}", 700) for index in range(4)]
+    prompts = [random_prompt(f"twice {index}", 410) for index in range(4)]
     for engine in pool.engines:
         pool.take_count(engine, PUT_BYTES)
         engine.hold()
@@ -136,14 +154,14 @@ def test_two_engines_that_save_the_same_at_once_hold_nothing(pool: PoolEngines) 
     assert [{}, {}] == [pool.wrong(results(found)) for found in requests]
     for engine in pool.engines:
         pool.drain(engine)
-    num_blocks = [len(prompts) * (num_tokens // BLOCK) for num_tokens in (700, 700 + 7)]
+    num_blocks = [len(prompts) * (num_tokens // BLOCK) for num_tokens in (410, 410 + 7)]
     assert num_blocks == [pool.take_count(engine, PUT_BYTES) / BLOCK_BYTES for engine in pool.engines]
 
     pool.forget(pool.second)
     answers = {prompt: pool.second.submit(prompt).result() for prompt in prompts}
 
     assert {} == pool.wrong({prompt: answer.text for prompt, answer in answers.items()})
-    assert [whole_blocks(700)] * 4 == [answer.num_cached_tokens for answer in answers.values()]
+    assert [whole_blocks(410)] * 4 == [answer.num_cached_tokens for answer in answers.values()]
 
 
 def test_requests_of_different_salts_share_nothing(pool: PoolEngines) -> None:

@@ -24,7 +24,7 @@ from vllm_mooncake_ascend.testing.engine_prompts import (
     golden_prompts,
     random_prompt,
 )
-from vllm_mooncake_ascend.testing.engine_rest import AtRest
+from vllm_mooncake_ascend.testing.engine_rest import NUM_LANES, AtRest
 
 __all__ = ["GOLDEN_LENGTHS", "PREFILL_SAMPLING", "SHORT_GOLDEN_LENGTHS", "EnginePair", "Prompt", "Reference", "random_prompt"]
 
@@ -42,13 +42,15 @@ class EnginePair:
         reference: Reference,
         *,
         golden_lengths: tuple[int, ...] = GOLDEN_LENGTHS,
+        num_spare_sockets: int = NUM_LANES,
     ) -> None:
+        """`num_spare_sockets`: connections to peers that each engine may open later, and keeps."""
         self.prefill = prefill
         self.decode = decode
         self.reference = reference
         self._golden_lengths = golden_lengths
         self._num_checks = 0
-        self._rest = AtRest()
+        self._rest = AtRest(num_spare_sockets=num_spare_sockets)
 
     # --- what a proxy does ----------------------------------------------------------------------------------------
 

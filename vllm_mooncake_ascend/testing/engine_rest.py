@@ -16,6 +16,7 @@ GAUGES = (
     *("pool_requests_waiting", "pool_loads_in_flight", "pool_saves_in_flight", "pool_blocks_pinned"),
     *("pool_blocks_quarantined", "pool_queue_depth", "pool_breaker_open"),
 )
+BROKEN = "mooncake_ascend:broken_invariants_total"
 SETTLE_TIMEOUT_S = 10.0
 SETTLE_POLL_S = 0.1
 NUM_LANES = 4
@@ -33,6 +34,7 @@ class Footprint(msgspec.Struct, frozen=True, kw_only=True):
     gauges: dict[str, float]
     num_threads: int
     num_sockets: int
+    num_broken_invariants: float
 
 
 class AtRest:
@@ -40,11 +42,10 @@ class AtRest:
 
     Args:
         num_spare_sockets: connections to peers that may have come since; they are kept and bounded, not leaked.
-        num_spare_threads: threads that Mooncake may have started since, for such connections.
     """
 
-    def __init__(self, *, num_spare_sockets: int = NUM_LANES, num_spare_threads: int = 0) -> None:
-        self._num_spare = {"num_sockets": num_spare_sockets, "num_threads": num_spare_threads}
+    def __init__(self, *, num_spare_sockets: int = NUM_LANES) -> None:
+        self._num_spare = {"num_sockets": num_spare_sockets, "num_threads": 0}
         self._num_flushes = 0
         self._at_start: dict[str, Footprint] = {}
 
@@ -91,6 +92,7 @@ def footprint(engine: EngineProcess) -> Footprint:
         gauges={name: metrics.get(f"mooncake_ascend:{name}", 0.0) for name in GAUGES},
         num_threads=state.num_threads,
         num_sockets=state.num_sockets,
+        num_broken_invariants=sum(value for name, value in metrics.items() if name.startswith(BROKEN)),
     )
 
 
