@@ -151,6 +151,33 @@ def test_micro_runs_with_tiny_sizes(tmp_path: Path) -> None:
     assert all(len(figure.samples) == 2 and figure.spread.median > 0 for figure in made.figures)
 
 
+def test_a_page_shows_results_and_no_number_for_noise(tmp_path: Path) -> None:
+    """Goal: the documentation's tables are what was measured. Method: a report, and its page with a plot."""
+    made = made_run({"steady": [9.0] + [1.25] * 8, "wild": [9.0, 1.0, 8.0, 1.0, 8.0, 1.0, 8.0, 1.0, 8.0]})
+    made.note("the peer does not start here")
+    report.write(made.report(), tmp_path / "run.json")
+    (tmp_path / "plots").mkdir()
+    (tmp_path / "plots" / "bench-nothing-read-ms.svg").write_text("<svg/>")
+    words = ["bench", "page", str(tmp_path / "run.json"), "--out", str(tmp_path / "page.md")]
+    result = CliRunner().invoke(main.build_app(), [*words, "--plots", str(tmp_path / "plots")])
+    assert 0 == result.exit_code, result.output
+    lines = (tmp_path / "page.md").read_text().splitlines()
+    assert "| read | 1 MB | steady | 1.25 | 1.25 - 1.25 | ms CPU | ≤ 2 | met | 0.00 |" in [
+        line.rpartition("|")[0].rpartition("|")[0] + "| 0.00 |" for line in lines if "steady" in line
+    ]
+    assert any(line.startswith("| read | 1 MB | wild |  |  | ms CPU | ≤ 2 | noise |") for line in lines)
+    assert "| read | 1 MB | steady / wild |  |  | ≥ 0.9 | noise |" in lines
+    assert "- the peer does not start here" in lines
+    assert "![bench-nothing-read-ms](plots/bench-nothing-read-ms.svg)" in lines
+
+
+def test_a_page_of_what_is_no_report_is_refused(tmp_path: Path) -> None:
+    """Goal: no traceback for a wrong file."""
+    (tmp_path / "other.json").write_text("{}")
+    words = ["bench", "page", str(tmp_path / "other.json"), "--out", str(tmp_path / "page.md")]
+    assert 2 == CliRunner().invoke(main.build_app(), words).exit_code
+
+
 def test_an_unknown_part_is_refused() -> None:
     """Goal: a slip does not measure nothing."""
     result = CliRunner().invoke(main.build_app(), ["bench", "micro", "--part", "palnner"])

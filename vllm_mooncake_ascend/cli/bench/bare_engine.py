@@ -99,7 +99,8 @@ class BareEngine:
         self._config = _engine_config(model, choice, max_requests, num_blocks)
         cache_config = _cache_config(num_blocks)
         with set_current_vllm_config(self._config):
-            self._worker = _make_worker(self._config, cache_config, num_blocks) if choice.has_workers else None
+            self._caches = _make_caches(num_blocks)
+            self._worker = _make_worker(self._config, cache_config, self._caches) if choice.has_workers else None
             self.scheduler = Scheduler(
                 vllm_config=self._config,
                 kv_cache_config=cache_config,
@@ -108,7 +109,7 @@ class BareEngine:
                 hash_block_size=BLOCK_TOKENS,
                 log_stats=True,
             )
-        connector = self.scheduler.get_kv_connector()
+        self._connector = connector = self.scheduler.get_kv_connector()
         if self._worker is not None:
             connector.set_xfer_handshake_metadata_pp_aware({(0, 0): self._worker.get_handshake_metadata()})
         self.hooks = HookTimer(connector)
@@ -164,6 +165,12 @@ class BareEngine:
         )
         self.scheduler.update_from_output(output, result)
         return len(request_ids)
+
+    @property
+    def has_unfinished_saves(self) -> bool:
+        """The connector wants steps although nothing need run."""
+        asks = getattr(type(self._connector), "has_pending_push_work", None)
+        return asks is not None and bool(asks(self._connector))
 
     def close(self) -> None:
         self.scheduler.shutdown()
@@ -234,13 +241,19 @@ def _cache_config(num_blocks: int) -> Any:
     return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[tensor], kv_cache_groups=groups)
 
 
-def _make_worker(config: Any, cache_config: Any, num_blocks: int) -> Any:
+def _make_caches(num_blocks: int) -> dict[str, Any]:
+    """KV memory, which the engine must keep: a connector only knows where it lies."""
     import torch
+
+    return {LAYER: torch.zeros(num_blocks, 1, BLOCK_TOKENS, 2 * HEAD_NUMBERS)}
+
+
+def _make_worker(config: Any, cache_config: Any, caches: dict[str, Any]) -> Any:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
     worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache_config)
-    worker.register_kv_caches({LAYER: torch.zeros(num_blocks, 1, BLOCK_TOKENS, 2 * HEAD_NUMBERS)})
+    worker.register_kv_caches(caches)
     return worker
 
 

@@ -147,7 +147,7 @@ def _step_probe(engine: BareEngine, subject: str, num_running: int) -> Probe:
 
 
 def _newcomer_probe(engine: BareEngine, subject: str, num_running: int) -> Probe:
-    """One request leaves, one comes with a prompt that nobody has, and runs."""
+    """One request leaves, one comes with a prompt that nobody has, runs, and is saved where that is done."""
 
     def take() -> float:
         engine.hooks.seconds = 0.0
@@ -155,7 +155,11 @@ def _newcomer_probe(engine: BareEngine, subject: str, num_running: int) -> Probe
         engine.add(NEWCOMER_BLOCKS * bare_engine.BLOCK_TOKENS)
         time.sleep(LOOKUP_S)
         _step_until_all_run(engine)
-        return 1e6 * engine.hooks.seconds
+        for _ in range(MAX_STEPS):
+            if not engine.has_unfinished_saves:
+                return 1e6 * engine.hooks.seconds
+            engine.step()
+        raise StuckEngine(f"a save did not end within {MAX_STEPS} steps")
 
     return Probe(
         measure=Measure(
