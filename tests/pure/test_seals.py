@@ -40,3 +40,14 @@ def test_a_seal_is_of_its_key_and_never_that_of_empty_memory() -> None:
     """Goal: neither another whole object nor memory nobody wrote to passes. Method: zeros under two keys."""
     zeros = np.zeros(64, dtype=np.uint8)
     assert 0 != seal("one", zeros, []) != seal("other", zeros, []) != 0
+
+
+@given(st.permutations(range(6)), st.integers(1, 5), st.integers(0, 7))
+def test_a_seal_is_that_of_the_joined_bytes(order: list[int], num_words: int, shift: int) -> None:
+    """Goal: buffers of equal length and distance, up or down, and all others are summed alike. Method: six buffers of a grid,
+    in any order and at any alignment, against one copy of their bytes."""
+    memory = np.random.default_rng(num_words).integers(0, 256, size=6 * 64 + shift, dtype=np.uint8)
+    starts = np.array(order, dtype=np.int64) * 64 + shift
+    batch = StoreBatch(addresses=address_of(memory) + starts[None, :], lengths_bytes=np.full(6, 8 * num_words, dtype=np.int64))
+    joined = np.concatenate([memory[start : start + 8 * num_words] for start in starts])
+    assert seal("k", joined, []) == seal_of("k", batch, 0)

@@ -35,7 +35,8 @@ from vllm_mooncake_ascend.planner.store_batch import SEAL_BYTES, StoreBatch
 
 _MAX_KEYS = limits.MAX_CALL_DESCRIPTORS // 2
 """A key of a call with several has a buffer and a seal at least."""
-_WORD_BYTES = 8
+_WORD = np.dtype("<u8")
+_WORD_BYTES = _WORD.itemsize
 _WORDS = 1 << 64
 
 Words = npt.NDArray[np.uint64]
@@ -132,8 +133,22 @@ def _sum_of_words(batch: StoreBatch, index: int) -> int:
     if any(length % _WORD_BYTES for length in lengths):
         value = b"".join(ctypes.string_at(start, length) for start, length in zip(starts, lengths, strict=True))
         value += bytes(-len(value) % _WORD_BYTES)
-        return int(np.add.reduce(np.frombuffer(value, dtype="<u8")))
-    return sum(
-        int(np.add.reduce(np.frombuffer((ctypes.c_char * length).from_address(start), dtype="<u8")))
-        for start, length in zip(starts, lengths, strict=True)
-    )
+        return int(np.add.reduce(np.frombuffer(value, dtype=_WORD)))
+    return sum(int(np.add.reduce(words, axis=None)) for words in _words_of(starts, lengths))
+
+
+def _words_of(starts: list[int], lengths: list[int]) -> Iterator[Words]:
+    """The buffers, those of equal length and distance as the rows of one array, as layers mostly lie. Each sum gives up the
+    GIL, and to get it back may take longer than the sum."""
+    first = 0
+    while first < len(starts):
+        length = lengths[first]
+        step = starts[first + 1] - starts[first] if first + 1 < len(starts) else length
+        end = first + 1
+        while end < len(starts) and lengths[end] == length and starts[end] - starts[end - 1] == step:
+            end += 1
+        lowest, highest = sorted((starts[first], starts[end - 1]))
+        memory = memoryview((ctypes.c_char * (highest - lowest + length)).from_address(lowest))
+        shape, strides = (end - first, length // _WORD_BYTES), (step, _WORD_BYTES)
+        yield np.ndarray(shape, _WORD, memory, starts[first] - lowest, strides)
+        first = end
