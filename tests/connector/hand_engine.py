@@ -41,6 +41,18 @@ _HOST_KEYS = {"MooncakeConnectorV1": "side_channel_host", "MooncakeStoreConnecto
 _ids = itertools.count()
 
 
+def transfer_config(connector: str, role: str, **extra: Any) -> dict[str, Any]:
+    """vLLM's settings for a connector of ours, or for its MultiConnector, whose `connectors` are such settings."""
+    if connector == "MultiConnector":
+        return {"kv_connector": connector, "kv_role": role, "kv_connector_extra_config": extra}
+    return {
+        "kv_connector": connector,
+        "kv_connector_module_path": "vllm_mooncake_ascend",
+        "kv_role": role,
+        "kv_connector_extra_config": {_HOST_KEYS[connector]: "127.0.0.1", "tame_queue_spin": False, **extra},
+    }
+
+
 def start_process_groups(folder: str) -> None:
     """vLLM's groups of one rank, once a process; the store is a file, not a port."""
     with set_current_vllm_config(VllmConfig()):
@@ -67,12 +79,7 @@ class HandEngine:
         connector: str = "MooncakeConnectorV1",
         **extra: Any,
     ) -> None:
-        transfer = KVTransferConfig(
-            kv_connector=connector,
-            kv_connector_module_path="vllm_mooncake_ascend",
-            kv_role=role,
-            kv_connector_extra_config={_HOST_KEYS[connector]: "127.0.0.1", "tame_queue_spin": False, **extra},
-        )
+        transfer = KVTransferConfig(**transfer_config(connector, role, **extra))
         self.config = EngineArgs(
             model=model,
             dtype="float32",

@@ -61,3 +61,15 @@ def test_an_adapter_that_cannot_be_looked_at_is_not_pooled(tmp_path: Path) -> No
     """Goal: a name alone is no identity. Method: a hub's name, and an empty folder."""
     assert adapters.pool_hashes(request_with("organisation/adapter")) is None
     assert adapters.pool_hashes(request_with(str(tmp_path))) is None
+
+
+def test_an_adapter_loaded_again_is_looked_at_again(tmp_path: Path) -> None:
+    """Goal: an adapter that was unloaded, changed and loaded again is another one. Method: one path, vLLM's next number."""
+    request = request_with(make_adapter(tmp_path / "adapter", b"aaaa"))
+    before = list(adapters.pool_hashes(request) or ())
+    (tmp_path / "adapter" / "adapter_model.safetensors").write_bytes(b"other content")
+    assert before == list(adapters.pool_hashes(request) or ())
+
+    request.lora_request.lora_int_id = 2
+
+    assert not set(before) & set(adapters.pool_hashes(request) or ())

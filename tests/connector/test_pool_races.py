@@ -6,6 +6,7 @@ As in `test_pool_engines`, every test ends with all blocks back on each engine (
 from __future__ import annotations
 
 import contextlib
+import uuid
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ pytest.importorskip("mooncake")
 
 from tests.connector.test_pool_engines import BLOCK, Make, admit, compute, drain, fresh_prompt, loaded_tokens
 from tests.connector.test_pool_engines import pair as pair
-from tests.connector.test_two_engines import prompt_of, settle
+from tests.connector.test_two_engines import prefill, prompt_of, settle
 from vllm_mooncake_ascend.testing.held_store import HeldStore
 
 pytestmark = pytest.mark.engine
@@ -133,4 +134,56 @@ def test_a_prompt_computed_faster_than_it_is_saved_is_saved_whole(make_pool_engi
 
     assert 30 * BLOCK == loaded_tokens(second)
     second.run_until(admitted)
+    settle(first, second)
+
+
+@pytest.fixture
+def make_multi_engine(make_engine: Make, pool_master: Any) -> Make:
+    """Makes hand engines with both connectors under vLLM's MultiConnector."""
+    from tests.connector.conftest import pool_options
+    from tests.connector.hand_engine import transfer_config
+
+    options = pool_options(pool_master, tenant=uuid.uuid4().hex)
+    connector = options.pop("connector")
+
+    def make(role: str = "kv_both") -> Any:
+        children = [transfer_config("MooncakeConnectorV1", role), transfer_config(connector, role, **options)]
+        return make_engine(role, connector="MultiConnector", connectors=children)
+
+    return make
+
+
+def test_both_connectors_work_under_vllms_own(make_multi_engine: Make) -> None:
+    """Goal: MultiConnector instead of `prefix_pooling`. Method: a transfer, then what it left in the pool, then a reset."""
+    first, second = make_multi_engine(), make_multi_engine()
+    prompt, other = prompt_of(300), prompt_of(500, salt=1)
+    request_id = admit(second, prompt, transfer=prefill(first, prompt))
+    assert request_id in second.loaded
+    assert second.holds_kv(prompt, second.block_ids(request_id), num_tokens=299)
+    second.run_until(request_id)
+
+    compute(first, other)
+    request_id = admit(second, other)
+    assert request_id in second.loaded
+    assert second.holds_kv(other, second.block_ids(request_id), num_tokens=500 // BLOCK * BLOCK)
+    second.run_until(request_id)
+    drain(first, second)
+    assert second.scheduler.reset_prefix_cache(reset_connector=True)
+    request_id = compute(second, other)
+    assert request_id not in second.loaded
+    settle(first, second)
+
+
+def test_a_load_that_fails_under_vllms_own_fails_no_request(make_multi_engine: Make) -> None:
+    """Goal: the pool never fails a request. Method: a store whose gets fail, below a MultiConnector."""
+    first, second = make_multi_engine(), make_multi_engine()
+    prompt = prompt_of(300)
+    compute(first, prompt)
+    shell = second.workers[0]._connectors[1]._working._shell
+    shell._store = HeldStore(shell._store)
+    shell._store.fail("get", RuntimeError("the test wants it so"))
+
+    request_id = compute(second, prompt)
+
+    assert ("length", [10, 11, 12, 13]) == (second.finished[request_id], second.tokens[request_id])
     settle(first, second)

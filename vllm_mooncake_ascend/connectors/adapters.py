@@ -52,15 +52,21 @@ def pool_hashes(request: Any) -> Sequence[bytes] | None:
     hashes: Sequence[bytes] = request.block_hashes
     if lora is None:
         return hashes
-    salt = adapter_digest(str(lora.lora_path))
+    salt = digest_of(lora)
     return None if salt is None else SaltedHashes(hashes, salt)
 
 
+def digest_of(lora: Any) -> bytes | None:
+    """Of what an adapter contains; None: that cannot be told."""
+    return _adapter_digest(str(lora.lora_path), int(getattr(lora, "lora_int_id", 0)))
+
+
 @functools.lru_cache(maxsize=1024)
-def adapter_digest(folder: str) -> bytes | None:
+def _adapter_digest(folder: str, adapter_id: int) -> bytes | None:  # noqa: ARG001
     """SHA-256 over the adapter's files (as `identity` has weight files); None where it is no folder with such files, told once.
 
-    Looked at once a process and path: vLLM, too, loads an adapter once.
+    Looked at once a process, path and `adapter_id`: vLLM, too, loads an adapter once, and gives it another number when it is
+    unloaded and loaded again, perhaps with other content.
     """
     root = Path(folder)
     try:

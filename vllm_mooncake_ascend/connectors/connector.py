@@ -140,7 +140,7 @@ class MooncakeConnector(KVConnectorBase_V1, SupportsHMA):
         self._step = StepMetadata()
         self._pacer = Pacer(wait_s=config.empty_step_wait_s, may_sleep=vllm_config.parallel_config.data_parallel_size == 1)
         if role == KVConnectorRole.SCHEDULER:
-            vllm_config.kv_transfer_config.kv_load_failure_policy = config.load_failure_policy
+            versions.scheduler_transfer_config(vllm_config).kv_load_failure_policy = config.load_failure_policy
             self._scheduler = self._make_scheduler_side(vllm_config, kv_cache_config)
         else:
             self._worker = self._make_worker_side(vllm_config, kv_cache_config)

@@ -95,7 +95,7 @@ def _extra_keys(request: Any) -> list[str]:
     keys = []
     lora = getattr(request, "lora_request", None)
     if lora is not None:
-        content = adapters.adapter_digest(str(lora.lora_path))
+        content = adapters.digest_of(lora)
         keys.append(f"lora:{lora.lora_name}:{lora.lora_path if content is None else content.hex()}")
     salt = getattr(request, "cache_salt", None)
     if salt:

@@ -5,6 +5,7 @@ Everything that is not in all of them is imported or probed here; the rest of th
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,6 +32,21 @@ def transfer_results(received: set[str], failed: set[str]) -> Any:
     assert TransferResults is not None
     assert failed <= received
     return TransferResults(finished_sending=set(), finished_recving=received, failed_recving=failed)
+
+
+def scheduler_transfer_config(vllm_config: Any) -> Any:
+    """The KVTransferConfig that vLLM's scheduler reads, for a connector that is being made.
+
+    MultiConnector makes each child with a copy of the configuration that has a KVTransferConfig of the child's own; what is set
+    there the scheduler never sees. The original is an argument of the MultiConnector's own constructor, which is our caller.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        maker = frame.f_locals.get("self")
+        if frame.f_code.co_name == "__init__" and type(maker).__name__ == "MultiConnector":
+            return frame.f_locals["vllm_config"].kv_transfer_config
+        frame = frame.f_back
+    return vllm_config.kv_transfer_config
 
 
 class BlockPins:
