@@ -3,10 +3,8 @@ harm them. On loopback, on ports nobody else has."""
 
 from __future__ import annotations
 
-import os
 import signal
 import tempfile
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,11 +12,9 @@ from vllm_mooncake_ascend.cli import servers
 from vllm_mooncake_ascend.cli.local_cluster import Server
 from vllm_mooncake_ascend.cli.master_http import MasterHttp
 from vllm_mooncake_ascend.engines.native_store import StoreSettings
-from vllm_mooncake_ascend.testing import cluster
+from vllm_mooncake_ascend.testing import cluster, pool_process
+from vllm_mooncake_ascend.testing.pool_process import HOST
 
-_HOST = "127.0.0.1"
-_START_S = 30.0
-_POLL_S = 0.02
 SEGMENT_SIZE = "32MB"
 OBJECT_LEASE_S = 1.0
 CLIENT_TTL_S = 3.0
@@ -36,7 +32,7 @@ class StandalonePool:
         self.ssd_folder.mkdir()
         offload = ("--enable_offload=true", "--offload_on_evict=true") if has_ssd else ()
         arguments = ("--client_ttl", f"{CLIENT_TTL_S:.0f}", *offload)
-        self.master = self._started(servers.master(host=_HOST, object_lease_s=OBJECT_LEASE_S, arguments=arguments))
+        self.master = self._started(servers.master(host=HOST, object_lease_s=OBJECT_LEASE_S, arguments=arguments))
         heartbeat = {
             "MOONCAKE_OFFLOAD_HEARTBEAT_INTERVAL_SECONDS": "1",
             "MOONCAKE_OFFLOAD_BUCKET_KEYS_LIMIT": str(KEYS_PER_BUCKET),
@@ -48,14 +44,14 @@ class StandalonePool:
                 segment_size=SEGMENT_SIZE,
                 ssd_folder=str(self.ssd_folder) if has_ssd else "",
                 environment={**heartbeat, **(environment or {})},
-                host=_HOST,
+                host=HOST,
             )
         )
 
     @property
     def settings(self) -> StoreSettings:
         """Of a client that lends nothing."""
-        return StoreSettings(host=_HOST, protocol="tcp", master_address=self.master.rpc_address, segment_bytes=0)
+        return StoreSettings(host=HOST, protocol="tcp", master_address=self.master.rpc_address, segment_bytes=0)
 
     def keys_on_disk_alone(self) -> list[str]:
         """Those that no memory holds any more, as the master knows it. Grants no object lease."""
@@ -67,12 +63,11 @@ class StandalonePool:
     def restart(self, server: Server) -> None:
         """On its old ports; returns when it is ready."""
         cluster.restart(server)
-        _wait_ready(server)
+        pool_process.wait_ready(server)
 
     def stop_owner(self) -> None:
         """Returns when it is stopped with all its threads."""
-        self.owner.child.signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self.owner.child.pid, os.WSTOPPED)
+        pool_process.stop(self.owner)
 
     def resume_owner(self) -> None:
         self.owner.child.signal(signal.SIGCONT)
@@ -83,13 +78,6 @@ class StandalonePool:
         self._folder.cleanup()
 
     def _started(self, spec: servers.ServerSpec) -> Server:
-        server = Server(spec, host=_HOST, log_path=Path(self._folder.name) / f"{spec.name}.log")
-        _wait_ready(server)
+        server = Server(spec, host=HOST, log_path=Path(self._folder.name) / f"{spec.name}.log")
+        pool_process.wait_ready(server)
         return server
-
-
-def _wait_ready(server: Server) -> None:
-    deadline_s = time.monotonic() + _START_S
-    while not server.check():
-        assert time.monotonic() < deadline_s, server.story("does not join the pool")
-        time.sleep(_POLL_S)
