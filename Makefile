@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup models check format lint types pure quick test oldest sim contract e2e docs demo soak clean
+.PHONY: help setup models check format lint types pure quick test oldest sim contract e2e bench docs demo soak clean
 
 help: ## this list
 	@sed -n 's/^\([a-z0-9]*\):.*## /  make \1\t/p' Makefile | expand -t 18
@@ -53,6 +53,11 @@ contract: setup ## the contract suite on the in-memory engine and on real Moonca
 
 e2e: models ## real vLLM servers, real Mooncake, our proxy
 	@$(PYTEST) tests/e2e -m "not soak"
+
+bench: setup ## measure: planner, hooks, lookups, pool, transfers; writes docs/benchmark-run.md; a quarter of an hour
+	@for part in micro pool transfer; do $(BIN)/vllm-mooncake-ascend bench $$part --json build/bench/$$part.json || exit 1; done
+	@$(BIN)/vllm-mooncake-ascend bench page build/bench/micro.json build/bench/pool.json build/bench/transfer.json \
+		--out docs/benchmark-run.md
 
 docs: setup ## write the generated pages anew
 	@$(BIN)/python scripts/make_docs.py

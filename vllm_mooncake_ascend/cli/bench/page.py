@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import typer
 
-from vllm_mooncake_ascend.cli.bench.report import Figure, Ratio, Report
+from vllm_mooncake_ascend.cli.bench.report import Figure, Ratio, Report, compared
 from vllm_mooncake_ascend.cli.bench.samples import figure_verdict, ratio_verdict
 from vllm_mooncake_ascend.cli.bench.tables import number
 
@@ -87,7 +87,7 @@ def _ratio_row(ratio: Ratio) -> str:
     cells = (
         above.name,
         above.case,
-        f"{above.subject} / {below.subject}",
+        compared(above, below),
         "" if spread.noise else number(spread.median),
         "" if spread.noise else f"{number(spread.low)} - {number(spread.high)}",
         str(ratio.comparison.goal or ""),

@@ -81,6 +81,7 @@ class Pool:
         comparisons = [
             Comparison(above=probes[where, who].measure, below=probes[where, RAW].measure) for where, who in ways if who != RAW
         ]
+        comparisons.append(Comparison(above=probes[OWN, APART].measure, below=probes[OWN, TOGETHER].measure))
         return list(probes.values()), comparisons
 
     def _get_probe(self, place: tuple[str, str], num_blocks: int, way: Callable[[], None]) -> Probe:

@@ -70,6 +70,13 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """What a reader must know: what was left out, and why."""
 
 
+def compared(above: Measure, below: Measure) -> str:
+    """What a ratio is of, in words: subjects, or what one subject did in two ways."""
+    if above.subject == below.subject:
+        return f"{above.subject}: {above.name.rpartition(', ')[2]} / {below.name.rpartition(', ')[2]}"
+    return f"{above.subject} / {below.subject}"
+
+
 def figures_of(samples: Mapping[Measure, Sequence[Sample]], rules: NoiseRules) -> list[Figure]:
     """In the order of the mapping."""
     return [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from vllm_mooncake_ascend.cli.bench.report import Figure, Ratio, Report
+from vllm_mooncake_ascend.cli.bench.report import Figure, Ratio, Report, compared
 from vllm_mooncake_ascend.cli.bench.samples import figure_verdict, ratio_verdict
 
 WIDTH = 128
@@ -54,7 +54,7 @@ def ratios_table(ratios: tuple[Ratio, ...]) -> Table:
         table.add_row(
             above.name,
             above.case,
-            f"{above.subject} / {below.subject}",
+            compared(above, below),
             "[dim]noise[/dim]" if spread.noise else number(spread.median),
             f"[dim]{interval}[/dim]" if spread.noise else interval,
             str(ratio.comparison.goal or ""),
