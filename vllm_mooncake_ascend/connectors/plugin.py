@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 
+from vllm_mooncake_ascend.connectors.logs import join_vllms_log
+
 _CONNECTORS = {
     "MooncakeConnectorV1": "vllm_mooncake_ascend.connectors.p2p",
     "MooncakeStoreConnectorV1": "vllm_mooncake_ascend.connectors.pool",
@@ -15,7 +17,8 @@ _CONNECTORS = {
 
 
 def register() -> None:
-    """Register the connectors with vLLM's factory; idempotent, never over another's registration."""
+    """Register the connectors with vLLM's factory, and join its log; idempotent, never over another's registration."""
+    join_vllms_log()
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     for name, module in _CONNECTORS.items():
