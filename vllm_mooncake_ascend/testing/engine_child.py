@@ -17,7 +17,9 @@ import signal
 import socket
 import sys
 import time
+import zlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -106,7 +108,7 @@ class EngineChild:
         if command.cache_salt:
             prompt["cache_salt"] = command.cache_salt
         params = sampling_params(command.sampling, json.loads(command.params_json))
-        self._engine.add_request(command.request_id, prompt, params)
+        self._engine.add_request(command.request_id, prompt, params, lora_request=_lora_request(command.adapter))
 
     def _reject(self, command: messages.Reject) -> None:
         """The request vLLM's `AsyncLLM.notify_kv_transfer_request_rejected` makes (0.30+)."""
@@ -169,6 +171,14 @@ def sampling_params(sampling: Sampling, kv_transfer_params: object) -> Any:
         output_kind=RequestOutputKind.DELTA,
         extra_args=None if kv_transfer_params is None else {"kv_transfer_params": kv_transfer_params},
     )
+
+
+def _lora_request(folder: str) -> Any:
+    if not folder:
+        return None
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(lora_name=Path(folder).name, lora_int_id=1 + zlib.crc32(folder.encode()), lora_path=folder)
 
 
 def _survivable(command: messages.Command) -> tuple[type[Exception], ...]:

@@ -62,6 +62,8 @@ class Submit(_Command, frozen=True, kw_only=True):
     params_json: str
     """kv_transfer_params; `null` for none."""
     cache_salt: str = ""
+    adapter: str = ""
+    """Folder of a LoRA adapter; its name is that of the folder."""
 
 
 class Abort(_Command, frozen=True, kw_only=True):

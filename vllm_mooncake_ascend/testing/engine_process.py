@@ -218,12 +218,14 @@ class EngineProcess:
         *,
         params: object = None,
         cache_salt: str = "",
+        adapter: str = "",
         request_id: str = "",
     ) -> Running:
         """Give the engine a request.
 
         Args:
             params: kv_transfer_params, any JSON value.
+            adapter: folder of a LoRA adapter.
             request_id: made up when empty.
 
         Raises:
@@ -239,6 +241,7 @@ class EngineProcess:
             sampling=sampling,
             params_json=json.dumps(params),
             cache_salt=cache_salt,
+            adapter=adapter,
         )
         try:
             self.call(command)
