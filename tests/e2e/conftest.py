@@ -204,13 +204,16 @@ def pool(_pool: PoolEngines) -> Iterator[PoolEngines]:
 
 
 @pytest.fixture
-def start_in_pool(start: Start, pool_master: PoolMaster) -> Start:
-    """Starts extra engines of one test that share the pool of `pool`."""
-    return _pool_starter(start, pool_master)
+def start_in_pool(start: Start, _pool: PoolEngines, pool_master: PoolMaster) -> Start:
+    """Starts extra engines of one test that share the pool of `pool`. They lend nothing to it: memory that goes with an engine
+    spoils the puts of others until the master has noticed."""
+    return _pool_starter(start, pool_master, segment_bytes=0)
 
 
-def _pool_starter(start: Start, master: PoolMaster) -> Start:
+def _pool_starter(start: Start, master: PoolMaster, **options: object) -> Start:
     def start_in_pool(name: str, model: str = GQA, *, extra: dict[str, Any] | None = None, **args: Any) -> EngineProcess:
-        return start(name, model, "kv_both", extra=pool_options(master, **(extra or {})), connector=CONNECTOR, **args)
+        return start(
+            name, model, "kv_both", extra=pool_options(master, **{**options, **(extra or {})}), connector=CONNECTOR, **args
+        )
 
     return start_in_pool

@@ -28,7 +28,7 @@ def test_preemption_under_saves_and_loads_stores_nothing_wrong(
     all of it. Then it is loaded on the small engine, under the same need."""
     small = start_in_pool(
         "pool-small",
-        extra={"segment_bytes": 0, "save_decode": True, "max_saved_ratio": 0.9},
+        extra={"save_decode": True, "max_saved_ratio": 0.9},
         num_gpu_blocks_override=NUM_BLOCKS,
         max_model_len=1024,
     )
