@@ -138,3 +138,11 @@ def test_dummy_weights_are_not_the_models() -> None:
     dummy.load_config.load_format = "dummy"
 
     assert ["model weights"] == different(config_of(), dummy)
+
+
+def test_another_format_of_the_same_shape_is_another_cache() -> None:
+    """Goal: vllm-ascend's NZ format cannot be seen in a tensor's shape. Method: its setting."""
+    fractal = config_of()
+    fractal.additional_config = {"enable_kv_nz": True}
+
+    assert ["attention kernel"] == different(config_of(), fractal)

@@ -47,17 +47,19 @@ def cache_identity(vllm_config: Any, device_type: str) -> dict[str, str]:
         "model dtype": str(model.dtype).removeprefix("torch."),
         "quantization": str(getattr(model, "quantization", None)),
         "kv cache dtype": str(cache.cache_dtype),
-        "attention kernel": _attention_kernel(device_type),
+        "attention kernel": _attention_kernel(vllm_config, device_type),
         "use of max_model_len": "; ".join(_uses_of_length(model, config)),
         "multimodal processor": _processor_identity(model),
     }
 
 
-def _attention_kernel(device_type: str) -> str:
+def _attention_kernel(vllm_config: Any, device_type: str) -> str:
     """What decides the order of bytes inside a block: on CPU the instruction set and the kernel's version, elsewhere the
-    layout alone, which the planes tell."""
+    layout, which the planes tell, but for vllm-ascend's NZ format, which keeps shape and strides."""
     if device_type != "cpu":
-        return device_type
+        additional = getattr(vllm_config, "additional_config", None)
+        is_nz = isinstance(additional, dict) and bool(additional.get("enable_kv_nz", False))
+        return f"{device_type} NZ" if is_nz else device_type
     import platform
 
     import torch
