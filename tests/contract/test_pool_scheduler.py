@@ -73,12 +73,13 @@ def test_lookups_run_on_threads_of_their_own(pool: MemoryPool) -> None:
 
 
 def test_a_slow_store_costs_a_request_its_lookup_wait(pool: MemoryPool) -> None:
-    """Goal: late is a miss. Method: a lookup that hangs; another request is looked up beside it; the late answer is counted."""
+    """Goal: late is a miss. Method: a lookup that hangs until vLLM has admitted the request; the late answer is counted."""
     with engine(pool, lookup_wait_s=0.01) as made:
         gate = made.scheduler_store.hold("exists")
         slow = made.arrive("slow", hashes(6))
         assert gate.entered.wait(WAIT_S)
         assert made.hit_tokens(slow) == 0
+        made.allocate(slow, range(6), num_tokens=0)
         gate.open()
         made.step_until(lambda: count_of(made, counters.LOOKUPS_TOO_LATE) == 1)
         still = made.scheduler.hit_tokens(slow, 0)

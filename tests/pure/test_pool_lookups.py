@@ -37,8 +37,8 @@ def test_a_lookup_starts_when_its_request_arrives_and_asks_beyond_the_local_hit(
 
 
 def test_vllm_waits_for_a_lookup_no_longer_than_its_time_box() -> None:
-    """Goal: the pool delays nobody. Method: the first question starts 5 ms and 10 us for each of six blocks;
-    then it is a miss, and the answer comes too late."""
+    """Goal: the pool delays nobody. Method: the first question starts 5 ms and 10 us for each of six blocks; then vLLM admits
+    the request, and the answer comes too late."""
     stage = SchedulerStage()
     stage.arrive()
     stage.now = 0.5
@@ -48,9 +48,38 @@ def test_vllm_waits_for_a_lookup_no_longer_than_its_time_box() -> None:
     assert None is stage.ask()
     stage.wait(0.5051)
     assert 0 == stage.ask()
+    assert [] == stage.allocate(0)
     stage.answer(24)
     assert 0 == stage.ask()
     assert 1 == stage.counts[counters.LOOKUPS_TOO_LATE, ""]
+
+
+def test_an_answer_that_comes_late_to_a_request_that_still_waits_is_taken() -> None:
+    """Goal: of many requests that come at once most wait their turn anyway. Method: an answer after the time box, and no
+    admission in between."""
+    stage = SchedulerStage()
+    stage.arrive()
+    assert None is stage.ask()
+    stage.wait(0.5)
+    assert 0 == stage.ask()
+
+    stage.answer(24)
+
+    assert 24 == stage.ask()
+
+
+def test_lookups_that_vllm_waits_for_go_before_late_ones() -> None:
+    """Goal: a burst does not make those late that come after it. Method: four lookups, of which vLLM has waited for the third
+    long enough, and the fourth is new."""
+    stage = SchedulerStage()
+    for name in ("a", "b", "c"):
+        stage.arrive(name)
+        stage.ask(request_id=name)
+    stage.wait(0.5)
+    stage.arrive("d")
+
+    assert [lookup(3, request_id="d")] == stage.answer(0, 1)
+    assert [lookup(4, request_id="c")] == stage.answer(0, 2)
 
 
 @pytest.mark.parametrize("changed", [{"num_local_tokens": 24}, {"num_prompt_tokens": 3}, {"may_load": False}])

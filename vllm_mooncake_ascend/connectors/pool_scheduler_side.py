@@ -141,8 +141,6 @@ class PoolSchedulerSide:
         if self._saves:
             started.progress.admitted(request, block_ids)
         num_local_tokens = self._asked.pop(request_id, 0)
-        if num_remote_tokens == 0:
-            return
         end_token = num_local_tokens + num_remote_tokens
         loaded = (
             blocks.loaded_block_ids(group, num_local_tokens, end_token, table)

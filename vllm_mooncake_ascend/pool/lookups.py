@@ -1,8 +1,9 @@
 """Lookups: how much of each request's prompt is in the pool. A part of the scheduler's machine.
 
 A lookup starts when its request arrives, so that most are over before vLLM asks. vLLM is held back for a bounded time,
-counted from its first question; then the request counts as a miss, and the answer comes too late. An answer is kept
-until the request is admitted, but only as long as the store's object lease makes it true; an older one is asked for anew.
+counted from its first question. Then it may admit the request without us; if it does not, as when many requests came at
+once and most wait their turn anyway, the answer is taken when it comes. An answer is kept until the request is admitted, but
+only as long as the store's object lease makes it true; an older one is asked for anew.
 States of a lookup:
 
     UNKNOWN   not in the table
@@ -47,6 +48,7 @@ class LookupInput(enum.Enum):
     TURN = "its turn"
     ANSWERED = "answered"
     LATE = "time is over"
+    ADMITTED = "admitted without pool tokens"
     SHUT = "store lost, or pool reset"
     FAILED = "its load failed"
     ENDED = "request ended"
@@ -55,6 +57,7 @@ class LookupInput(enum.Enum):
 _S, _I = LookupState, LookupInput
 _END = Cell("forget it", (_S.UNKNOWN,))
 _MISS = Cell("a miss from now on", (_S.MISSED,))
+_LATE = "vLLM is held back no longer; others go first"
 
 LOOKUP_LAW: Law[LookupState, LookupInput] = Law(
     {
@@ -64,14 +67,16 @@ LOOKUP_LAW: Law[LookupState, LookupInput] = Law(
         _S.QUEUED: {
             _I.TRIED: Cell("the first time: start waiting", (_S.QUEUED,)),
             _I.TURN: Cell("StartLookup", (_S.RUNNING,)),
-            _I.LATE: _MISS,
+            _I.LATE: Cell(_LATE, (_S.QUEUED,)),
+            _I.ADMITTED: _MISS,
             _I.SHUT: _MISS,
             _I.ENDED: _END,
         },
         _S.RUNNING: {
             _I.TRIED: Cell("the first time: start waiting", (_S.RUNNING,)),
             _I.ANSWERED: Cell("keep the answer", (_S.KNOWN,)),
-            _I.LATE: _MISS,
+            _I.LATE: Cell(_LATE, (_S.RUNNING,)),
+            _I.ADMITTED: _MISS,
             _I.SHUT: _MISS,
             _I.ENDED: _END,
         },
@@ -107,6 +112,8 @@ class Lookup:
     state: LookupState = LookupState.UNKNOWN
     lookup_id: int = 0
     num_started: int = 0
+    is_late: bool = False
+    """vLLM has waited for it as long as it may."""
     started_at_s: float = 0.0
     """When the call began that the answer is of: object leases are as old as that."""
 
@@ -130,11 +137,13 @@ class Lookups:
         self._law = law
         self._lookups: dict[RequestId, Lookup] = {}
         self._queue: dict[RequestId, Lookup] = {}
-        """QUEUED ones, oldest first."""
+        """QUEUED ones that are not late, oldest first."""
+        self._late_queue: dict[RequestId, Lookup] = {}
+        """Likewise, those that are."""
         self._calls: dict[int, Lookup] = {}
         """Calls under way by number; their wish may have gone."""
         self._awaited: set[RequestId] = set()
-        """QUEUED and RUNNING ones that vLLM has asked for."""
+        """QUEUED and RUNNING ones that vLLM waits for."""
         self._timers: Timers[RequestId | int] = Timers()
         """Waiting ends, by request; calls are overdue, by number."""
         self._last_id = 0
@@ -157,7 +166,9 @@ class Lookups:
         lookup = self._lookups.get(request_id)
         if lookup is None or lookup.state is LookupState.MISSED:
             return 0
-        return lookup.end_token if lookup.state is LookupState.KNOWN else None
+        if lookup.state is LookupState.KNOWN:
+            return lookup.end_token
+        return 0 if lookup.is_late else None
 
     def covers(self, request_id: RequestId, first_token: int, end_token: int, now: float) -> bool:
         """Whether the answer, still true, says that these tokens can be loaded."""
@@ -187,14 +198,21 @@ class Lookups:
         if lookup is None:
             return
         if lookup.state is LookupState.KNOWN and not (self._is_fresh(lookup, now) and lookup.first_token <= num_local_tokens):
-            lookup.first_token = num_local_tokens
+            lookup.first_token, lookup.is_late = num_local_tokens, False
             self._queue_or_miss(lookup, LookupInput.TRIED, now)
         else:
             self._move(lookup, LookupInput.TRIED, lookup.state)
-        if lookup.state in (LookupState.QUEUED, LookupState.RUNNING) and request_id not in self._awaited:
+        is_under_way = lookup.state in (LookupState.QUEUED, LookupState.RUNNING)
+        if is_under_way and not lookup.is_late and request_id not in self._awaited:
             self._awaited.add(request_id)
             bound_s = self._settings.lookup_bound_s(lookup.limit_token - lookup.first_token)
             self._timers.set(request_id, now + bound_s)
+
+    def admitted(self, request_id: RequestId) -> None:
+        """vLLM has admitted the request without pool tokens."""
+        lookup = self._lookups.get(request_id)
+        if lookup is not None and lookup.state in (LookupState.QUEUED, LookupState.RUNNING):
+            self._miss(lookup, LookupInput.ADMITTED, counters.TOO_LATE)
 
     def failed(self, request_id: RequestId) -> None:
         """A load of this request failed, or was not what vLLM allocated."""
@@ -232,7 +250,14 @@ class Lookups:
             if isinstance(key, int):
                 self._lost(now)
             else:
-                self._miss(self._lookups[key], LookupInput.LATE, counters.TOO_LATE)
+                self._stop_waiting(self._lookups[key])
+
+    def _stop_waiting(self, lookup: Lookup) -> None:
+        lookup.is_late = True
+        self._awaited.discard(lookup.request_id)
+        if self._queue.pop(lookup.request_id, None) is not None:
+            self._late_queue[lookup.request_id] = lookup
+        self._move(lookup, LookupInput.LATE, lookup.state)
 
     def shut(self) -> None:
         """The store is lost: nothing that was asked, or is known, is of use."""
@@ -247,8 +272,8 @@ class Lookups:
 
     def start_calls(self, now: float) -> None:
         """Start as many calls as may be under way."""
-        while self._queue and len(self._calls) < limits.MAX_LOOKUPS_AT_ONCE:
-            lookup = next(iter(self._queue.values()))
+        while (self._queue or self._late_queue) and len(self._calls) < limits.MAX_LOOKUPS_AT_ONCE:
+            lookup = next(iter((self._queue or self._late_queue).values()))
             self._last_id += 1
             lookup.lookup_id, lookup.started_at_s = self._last_id, now
             lookup.num_started += 1
@@ -285,7 +310,8 @@ class Lookups:
             return counters.NOTHING_TO_ASK
         if self._is_shut():
             return counters.STORE_LOST
-        is_too_much = len(self._queue) >= limits.MAX_QUEUED_LOOKUPS or lookup.num_started >= limits.MAX_LOOKUPS_PER_REQUEST
+        num_queued = len(self._queue) + len(self._late_queue)
+        is_too_much = num_queued >= limits.MAX_QUEUED_LOOKUPS or lookup.num_started >= limits.MAX_LOOKUPS_PER_REQUEST
         return counters.TOO_MANY if is_too_much else ""
 
     def _miss(self, lookup: Lookup, what: LookupInput, reason: str) -> None:
@@ -298,6 +324,7 @@ class Lookups:
         if before is after:
             return
         self._queue.pop(lookup.request_id, None)
+        self._late_queue.pop(lookup.request_id, None)
         if after is LookupState.QUEUED:
             self._queue[lookup.request_id] = lookup
         elif after is not LookupState.RUNNING:

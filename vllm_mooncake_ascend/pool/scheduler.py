@@ -168,6 +168,7 @@ class PoolScheduler:
 
     def _allocated(self, event: events.BlocksAllocated, now: float) -> None:
         if event.num_remote_tokens <= 0:
+            self._lookups.admitted(event.request_id)
             return
         entry = self._book.get(event.request_id)
         end_token = event.num_local_tokens + event.num_remote_tokens
