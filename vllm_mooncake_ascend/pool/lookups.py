@@ -136,10 +136,8 @@ class Lookups:
         self._lost = lost
         self._law = law
         self._lookups: dict[RequestId, Lookup] = {}
-        self._queue: dict[RequestId, Lookup] = {}
-        """QUEUED ones that are not late, oldest first."""
-        self._late_queue: dict[RequestId, Lookup] = {}
-        """Likewise, those that are."""
+        self._queues: tuple[dict[RequestId, Lookup], dict[RequestId, Lookup]] = ({}, {})
+        """QUEUED ones, oldest first: those that are not late, and those that are."""
         self._calls: dict[int, Lookup] = {}
         """Calls under way by number; their wish may have gone."""
         self._awaited: set[RequestId] = set()
@@ -255,8 +253,9 @@ class Lookups:
     def _stop_waiting(self, lookup: Lookup) -> None:
         lookup.is_late = True
         self._awaited.discard(lookup.request_id)
-        if self._queue.pop(lookup.request_id, None) is not None:
-            self._late_queue[lookup.request_id] = lookup
+        in_time, late = self._queues
+        if in_time.pop(lookup.request_id, None) is not None:
+            late[lookup.request_id] = lookup
         self._move(lookup, LookupInput.LATE, lookup.state)
 
     def shut(self) -> None:
@@ -272,8 +271,9 @@ class Lookups:
 
     def start_calls(self, now: float) -> None:
         """Start as many calls as may be under way."""
-        while (self._queue or self._late_queue) and len(self._calls) < limits.MAX_LOOKUPS_AT_ONCE:
-            lookup = next(iter((self._queue or self._late_queue).values()))
+        in_time, late = self._queues
+        while (in_time or late) and len(self._calls) < limits.MAX_LOOKUPS_AT_ONCE:
+            lookup = next(iter((in_time or late).values()))
             self._last_id += 1
             lookup.lookup_id, lookup.started_at_s = self._last_id, now
             lookup.num_started += 1
@@ -310,7 +310,7 @@ class Lookups:
             return counters.NOTHING_TO_ASK
         if self._is_shut():
             return counters.STORE_LOST
-        num_queued = len(self._queue) + len(self._late_queue)
+        num_queued = sum(map(len, self._queues))
         is_too_much = num_queued >= limits.MAX_QUEUED_LOOKUPS or lookup.num_started >= limits.MAX_LOOKUPS_PER_REQUEST
         return counters.TOO_MANY if is_too_much else ""
 
@@ -323,10 +323,10 @@ class Lookups:
         self._law.check(before, what, after)
         if before is after:
             return
-        self._queue.pop(lookup.request_id, None)
-        self._late_queue.pop(lookup.request_id, None)
+        for queue in self._queues:
+            queue.pop(lookup.request_id, None)
         if after is LookupState.QUEUED:
-            self._queue[lookup.request_id] = lookup
+            self._queues[lookup.is_late][lookup.request_id] = lookup
         elif after is not LookupState.RUNNING:
             self._timers.drop(lookup.request_id)
             self._awaited.discard(lookup.request_id)
