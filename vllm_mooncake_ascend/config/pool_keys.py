@@ -89,8 +89,8 @@ POOL_KEYS = (
         default_text=f"by device: cpu {limits.LOOKUP_WAIT_CPU_S * 1e3:.0f}, else {limits.LOOKUP_WAIT_S * 1e3:.0f}",
         lowest=0,
         highest=10_000,
-        meaning="How long a request may be held back for its lookup, and 10 us longer for each block it asks for; then it is a "
-        "miss. 0: never.",
+        meaning="How long a request may be held back for its lookup, and 10 us longer for each block it asks for; then it may "
+        "run without. 0: never.",
     ),
     Key(
         name="load_wait_s",
