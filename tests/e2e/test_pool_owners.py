@@ -6,9 +6,7 @@ what a lookup found may be gone when it is loaded.
 
 from __future__ import annotations
 
-import json
 import time
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -54,11 +52,6 @@ class Owned:
     def counts(self, engine: EngineProcess, *names: str) -> tuple[float, ...]:
         """What was added to counters since this was asked last."""
         return tuple(self.pool.take_count(engine, name) for name in names)
-
-    def num_owners(self) -> int:
-        """As the master sees it."""
-        with urllib.request.urlopen(f"http://{self.master.metrics_address}/get_segments_detail", timeout=5) as answer:
-            return int(json.load(answer)["total_segments"])
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +159,7 @@ def test_an_owner_killed_after_the_lookup_costs_one_load_a_request(owned: Owned)
 
     assert (4, 4, 0) == owned.counts(pool.first, HITS, UNKNOWN, LOADS_DONE)
     owned.owner.start()
-    pool.first.wait_until(lambda: owned.num_owners() == 1, "the master to forget the dead owner")
+    pool.first.wait_until(lambda: owned.master.num_segments() == 1, "the master to forget the dead owner")
     again = random_prompt("killed, again", NUM_TOKENS)
     pool.compute(pool.second, again)
     assert {} == pool.wrong_answers(pool.first, [*prompts, again])

@@ -24,6 +24,8 @@ LOOKUP_WAIT_MS = 2_000
 SEGMENT = "256MB"
 NUM_SPARE_SOCKETS = 3 * NUM_LANES
 """An engine that lends memory reads from it over connections whose both ends it has, and another engine reads from it."""
+NUM_SPARE_THREADS = 2
+"""Each of an engine's two clients starts one at its first contact with the memory of another process."""
 LOADED_TOKENS = "pool_loaded_tokens_total"
 LOADS_DONE = "pool_loads_total{reason=done}"
 PUT_BYTES = "pool_put_bytes_total"
@@ -48,7 +50,7 @@ class PoolEngines:
         self.reference = reference
         self._golden_lengths = golden_lengths
         self._num_checks = 0
-        self._rest = AtRest(num_spare_sockets=NUM_SPARE_SOCKETS)
+        self._rest = AtRest(num_spare_sockets=NUM_SPARE_SOCKETS, num_spare_threads=NUM_SPARE_THREADS)
         self._counts: dict[tuple[str, str], float] = {}
 
     @property

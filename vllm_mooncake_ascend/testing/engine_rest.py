@@ -42,10 +42,11 @@ class AtRest:
 
     Args:
         num_spare_sockets: connections to peers that may have come since; they are kept and bounded, not leaked.
+        num_spare_threads: threads that may have come with them, bounded likewise.
     """
 
-    def __init__(self, *, num_spare_sockets: int = NUM_LANES) -> None:
-        self._num_spare = {"num_sockets": num_spare_sockets, "num_threads": 0}
+    def __init__(self, *, num_spare_sockets: int = NUM_LANES, num_spare_threads: int = 0) -> None:
+        self._num_spare = {"num_sockets": num_spare_sockets, "num_threads": num_spare_threads}
         self._num_flushes = 0
         self._at_start: dict[str, Footprint] = {}
 
@@ -56,8 +57,7 @@ class AtRest:
 
     def changes(self, engine: EngineProcess) -> dict[str, tuple[Any, Any]]:
         """What differs from the engine's start, as (at start, now); fewer threads and sockets do not."""
-        before = msgspec.to_builtins(self._at_start[engine.spec.name])
-        after = msgspec.to_builtins(self._settled(engine))
+        before, after = _flat(self._at_start[engine.spec.name]), _flat(self._settled(engine))
         grown = {name: (before[name], after[name]) for name in before if before[name] != after[name]}
         for name, num_spare in self._num_spare.items():
             if after[name] <= before[name] + num_spare:
@@ -94,6 +94,11 @@ def footprint(engine: EngineProcess) -> Footprint:
         num_sockets=state.num_sockets,
         num_broken_invariants=sum(value for name, value in metrics.items() if name.startswith(BROKEN)),
     )
+
+
+def _flat(found: Footprint) -> dict[str, Any]:
+    values: dict[str, Any] = msgspec.to_builtins(found)
+    return {**values.pop("gauges"), **values}
 
 
 def _is_idle(found: Footprint) -> bool:

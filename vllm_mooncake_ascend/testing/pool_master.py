@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import urllib.request
+
 from vllm_mooncake_ascend import limits
 from vllm_mooncake_ascend.cli import servers
 from vllm_mooncake_ascend.testing.pool_process import HOST, PoolProcess
+
+_ANSWER_S = 5.0
 
 
 class PoolMaster(PoolProcess):
@@ -25,6 +30,11 @@ class PoolMaster(PoolProcess):
     def metrics_address(self) -> str:
         """Where it answers over HTTP."""
         return self._server.url.removeprefix("http://")
+
+    def num_segments(self) -> int:
+        """Memory that it knows of; that of a dead owner until `client_ttl_s` have passed."""
+        with urllib.request.urlopen(f"http://{self.metrics_address}/get_segments_detail", timeout=_ANSWER_S) as answer:
+            return int(json.load(answer)["total_segments"])
 
     def remove_everything(self) -> int:
         """As an operator can, whether object leases are over or not; returns how many objects there were."""
