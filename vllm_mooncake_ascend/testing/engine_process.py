@@ -50,6 +50,9 @@ ENVIRONMENT = {
 }
 """One process, one compute thread, no core of its own, no network."""
 
+NOT_INHERITED = ("PYTHONHASHSEED",)
+"""What decides whether engines share, and so is as in a user's shell, whatever this process set for itself."""
+
 
 class EngineFailed(MooncakeAscendError):
     """The engine's process ended or did not answer in time; the message has the end of its log."""
@@ -117,6 +120,7 @@ class EngineProcess:
         ours, theirs = socket.socketpair()
         scratch = self.log_path.parent / "scratch"
         scratch.mkdir(parents=True, exist_ok=True)
+        inherited = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
         with theirs, self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 [
@@ -126,7 +130,7 @@ class EngineProcess:
                     str(theirs.fileno()),
                     str(os.getpid()),
                 ],
-                env={**os.environ, **ENVIRONMENT, "TMPDIR": str(scratch), **self._environment},
+                env={**inherited, **ENVIRONMENT, "TMPDIR": str(scratch), **self._environment},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
