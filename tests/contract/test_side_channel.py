@@ -26,6 +26,8 @@ from vllm_mooncake_ascend.wire import codec, messages
 SECRET = b"a cluster secret of a test"
 DROPPED = "side_channel_messages_dropped_total"
 RECEIVED = "side_channel_messages_total"
+OURS, ANOTHER = bytes([messages.PROTOCOL_VERSION]), bytes([messages.PROTOCOL_VERSION + 1])
+"""The first byte of every message."""
 HELLO = messages.Hello(incarnation=Incarnation("d1"), version=1)
 NOBODY = AddressPolicy(allows_all=False, networks=(), names=frozenset())
 
@@ -131,9 +133,9 @@ def test_ten_thousand_random_frames_leave_it_serving() -> None:
     ("frames", "label"),
     [
         ([b""], "malformed"),
-        ([b"\x01garbage"], "malformed"),
-        ([b"", b"\x01"], "frames"),
-        ([b"\x02" + codec.encode(HELLO)[1:]], "version"),
+        ([OURS + b"garbage"], "malformed"),
+        ([b"", OURS], "frames"),
+        ([ANOTHER + codec.encode(HELLO)[1:]], "version"),
         ([codec.encode(verdict())], "malformed"),
     ],
 )
@@ -155,12 +157,12 @@ def test_a_huge_frame_ends_its_connection_only() -> None:
 
 
 def test_a_reader_of_another_version_is_told_so() -> None:
-    """Goal: a half-done upgrade explains itself. Method: a frame of version 2 and the answer to it."""
+    """Goal: a half-done upgrade explains itself. Method: a frame of the next version and the answer to it."""
     with channel(RecordingOwner()) as listening, raw_dealer(listening.address) as dealer:
-        dealer.send(b"\x02")
+        dealer.send(ANOTHER)
         answer = codec.decode_from_producer(dealer.recv())
     assert isinstance(answer, messages.Goodbye)
-    assert "speaks side-channel version 2" in answer.reason
+    assert f"speaks side-channel version {ANOTHER[0]}" in answer.reason
 
 
 def test_a_crowded_owner_is_spared() -> None:
@@ -222,7 +224,7 @@ def test_a_peer_that_is_no_side_channel_is_told_as_lost_with_the_reason() -> Non
         port = stranger.bind_to_random_port("tcp://127.0.0.1")
         asking.submit(to_producer(PeerAddress(f"127.0.0.1:{port}")))
         peer, _ = stranger.recv_multipart()
-        stranger.send_multipart([peer, b"\x01what?"])
+        stranger.send_multipart([peer, OURS + b"what?"])
         _, reason = owner.lost.get(timeout=WAIT_S)
     assert reason.startswith("not a side-channel message")
 

@@ -95,8 +95,17 @@ class ProducerStage(Stage):
         """What the producer answers to a message, and does."""
         return self.feed(events.ReaderSpoke(peer=peer, message=message))
 
-    def subscribe(self, request_id: str = R, transfer_id: str = T) -> list[Any]:
-        return self.say(messages.Subscribe(**about(request_id, transfer_id)))
+    def subscribe(self, request_id: str = R, transfer_id: str = T, *, streams: bool = False) -> list[Any]:
+        return self.say(messages.Subscribe(**about(request_id, transfer_id), streams=streams))
+
+    def progress(self, *block_ids: int) -> list[Any]:
+        """Whole blocks of the prefill are written."""
+        return self.feed(
+            events.PrefillProgressed(request_id=RequestId("p"), num_tokens=4 * len(block_ids), block_ids=(block_ids,))
+        )
+
+    def preempt(self) -> list[Any]:
+        return self.feed(events.PrefillPreempted(request_id=RequestId("p")))
 
     def renew(self, sequence: int, request_id: str = R) -> list[Any]:
         return self.say(

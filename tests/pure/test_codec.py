@@ -198,8 +198,8 @@ def test_a_frame_above_the_size_limit_is_refused_before_it_is_read() -> None:
 def test_another_version_is_named_as_such() -> None:
     """Goal: an upgrade half done is told apart from garbage. Method: a frame whose version byte is higher."""
     frame = codec.encode(messages.Hello(incarnation="a", version=1))  # type: ignore[arg-type]
-    with pytest.raises(VersionMismatch, match="speaks side-channel version 2, this engine version 1"):
-        codec.decode_from_reader(b"\x02" + frame[1:])
+    with pytest.raises(VersionMismatch, match="speaks side-channel version 3, this engine version 2"):
+        codec.decode_from_reader(b"\x03" + frame[1:])
 
 
 def test_a_message_of_the_other_direction_is_refused() -> None:

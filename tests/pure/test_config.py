@@ -98,7 +98,6 @@ def test_the_address_is_the_most_specific_one_given(extra: dict[str, object], en
         ({"side_channel_host": "tcp://x"}, "side_channel_host='tcp://x' must be an IP address or host name"),
         ({"transfer_host": "::"}, "transfer_host='::' must be an IP address or host name"),
         ({"transfer_mode": "push"}, "transfer_mode='push' must be 'after_prefill' or 'stream'"),
-        ({"transfer_mode": "stream"}, "transfer_mode='stream' is not built yet; use 'after_prefill'"),
         ({"prefix_pooling": True}, "the prefix pool needs the address of a mooncake_master"),
         ({"master_address": "10.0.0.7:50051"}, "master_address is a setting of the prefix pool; set prefix_pooling=true, too"),
         ({"prefix_pooling": "yes"}, "prefix_pooling='yes' must be true or false"),

@@ -346,23 +346,6 @@ def test_a_second_end_of_a_prefill_is_ignored() -> None:
 # --- pins ------------------------------------------------------------------------------------------------------------------
 
 
-def test_progress_is_pinned_once_per_block_and_withdrawn_by_preemption() -> None:
-    """Goal: one pin a block, all given back. Method: progress twice, preempt, with streaming's pins on."""
-    stage = ProducerStage(pin_on_progress=True)
-    stage.announce()
-    stage.subscribe()
-
-    first = stage.feed(events.PrefillProgressed(request_id=RequestId("p"), num_tokens=4, block_ids=((5,),)))
-    second = stage.feed(events.PrefillProgressed(request_id=RequestId("p"), num_tokens=8, block_ids=((5, 6),)))
-    preempted = stage.feed(events.PrefillPreempted(request_id=RequestId("p")))
-
-    assert [pin(5)] == first
-    assert [pin(6)] == second
-    assert [unpin(5), unpin(6)] == others(preempted)
-    assert [offer("pending", generation=1)] == sent(preempted)
-    assert [pin(8, 9)] == others(stage.end_prefill(block_ids=((8, 9),)))
-
-
 def test_pressure_ends_the_oldest_lease_nobody_was_promised() -> None:
     """Goal: the bound on pins holds and the newest KV is kept. Method: a second lease that needs the first one's room."""
     stage = ProducerStage(max_pinned_blocks=4)

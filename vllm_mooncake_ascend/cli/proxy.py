@@ -24,6 +24,13 @@ class OnPrefillUnavailable(str, enum.Enum):
     local = "local"
 
 
+class FlowChoice(str, enum.Enum):
+    """The choices of `--flow`."""
+
+    sequential = "sequential"
+    concurrent = "concurrent"
+
+
 def proxy(
     prefill: list[str] = typer.Option(..., help="URL of a prefill engine; may be repeated."),
     decode: list[str] = typer.Option(..., help="URL of a decode engine; may be repeated."),
@@ -32,6 +39,11 @@ def proxy(
     on_prefill_unavailable: OnPrefillUnavailable = typer.Option(
         OnPrefillUnavailable.fail,
         help="When no prefill engine serves a request: answer an error, or let decode compute the prompt.",
+    ),
+    flow: FlowChoice = typer.Option(
+        FlowChoice.sequential,
+        help="Send a request to decode once prefill has answered, or to both at once, so that decode may read the KV while "
+        "prefill computes (with transfer_mode=stream on both).",
     ),
     silence_timeout_s: float = typer.Option(
         limits.UPSTREAM_SILENCE_S, help="An engine, or a client, that keeps still for this long is given up."
@@ -56,6 +68,7 @@ def proxy(
             silence_s=silence_timeout_s,
             drain_s=drain_timeout_s,
             cluster_secret=_cluster_secret(os.environ, cluster_secret_file),
+            flow=flow.value,
         )
         run_proxy(settings, on_ready=lambda url: print(f"proxy listens on {url}", flush=True))
     except ConfigError as error:

@@ -95,7 +95,8 @@ P2P_KEYS = (
         kind="choice",
         default="after_prefill",
         choices=("after_prefill", "stream"),
-        meaning='When decode reads: once, after prefill has ended. `"stream"` (read while prefill computes) is not built yet.',
+        meaning="When decode reads: once, after prefill has ended, or what a step of prefill has computed while the next one "
+        "computes. `stream` needs it on both sides, and a proxy that sends a request to both at once (`--flow concurrent`).",
     ),
     Key(
         name="side_channel_host",

@@ -91,8 +91,6 @@ def parse_p2p(
     values = reading.with_defaults(_KEYS, given)
     if "lease_ttl_s" not in given:
         values["lease_ttl_s"] = min(values["lease_ttl_s"], values["lease_max_s"])
-    if values["transfer_mode"] == "stream":
-        raise ConfigError("transfer_mode='stream' is not built yet; use 'after_prefill' (or leave it out)")
     _check_times(values)
     host = values["side_channel_host"] or reading.own_host(environ, default_host, key_name="side_channel_host")
     if device_type == "npu" and values["side_channel_port"] in _ASCEND_PORTS:

@@ -103,7 +103,7 @@ class CombinedSchedulerSide:
 
     def take_step(self) -> StepMetadata:
         p2p, pool = self._p2p.take_step(), self._pool.take_step()
-        return StepMetadata(p2p=p2p.p2p, pool=pool.pool, reports=p2p.reports + pool.reports, echo=pool.echo)
+        return StepMetadata(p2p=p2p.p2p, pool=pool.pool, reports=p2p.reports + pool.reports, echo=max(p2p.echo, pool.echo))
 
     def update_results(self, results: WorkerMetadata) -> None:
         self._p2p.update_results(results)

@@ -6,7 +6,10 @@ Runs on the engine's one scheduler thread; nothing here waits. All decisions are
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import logging
+import math
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +18,7 @@ from vllm_mooncake_ascend.config import P2PConfig
 from vllm_mooncake_ascend.connectors import identity, queue_spin, requests, versions
 from vllm_mooncake_ascend.connectors.device import device_type
 from vllm_mooncake_ascend.connectors.envelopes import StepMetadata, WorkerMetadata
+from vllm_mooncake_ascend.connectors.progress import Chunk, Progress
 from vllm_mooncake_ascend.connectors.versions import HAS_FAILED_RECEIVES, BlockPins
 from vllm_mooncake_ascend.errors import ConfigError, RemoteProtocolError
 from vllm_mooncake_ascend.layout import blocks, compatibility
@@ -28,6 +32,16 @@ from vllm_mooncake_ascend.wire.messages import PROTOCOL_VERSION
 from vllm_mooncake_ascend.wire.steps import WorkerStep
 
 logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Offered:
+    """A prefill request of this engine."""
+
+    transfer_id: TransferId
+    """Under which its KV will be offered."""
+    number: int
+    """Of the request: its id may come again while a step of it is under way."""
 
 
 class P2PSchedulerSide:
@@ -47,8 +61,11 @@ class P2PSchedulerSide:
         self._groups: tuple[GroupLayout, ...] = ()
         self._pins: BlockPins | None = None
         self._for_workers: list[Any] = []
-        self._offered: dict[RequestId, TransferId] = {}
-        """Prefill requests of this engine and the ids under which their KV will be offered."""
+        self._offered: dict[RequestId, _Offered] = {}
+        self._numbers = itertools.count()
+        self._progress: Progress | None = None
+        """Of prefills that are offered while they run."""
+        self._echo = 0
         self._wanted: dict[RequestId, int] = {}
         """Decode requests with a remote transfer, and the local hit vLLM found at its last question."""
 
@@ -74,6 +91,14 @@ class P2PSchedulerSide:
                 "MooncakeConnectorV1 first, or use it alone with prefix_pooling"
             )
         self._groups = ranks[0].groups
+        transfer = self._vllm_config.kv_transfer_config
+        # An engine of both roles reads at the end only: it would hold blocks for a prefill of its peer, whose prefill may need
+        # blocks that the peer holds for one of ours.
+        reads_early = self._config.transfer_mode == "stream" and not transfer.is_kv_producer
+        # Blocks that leave a sliding window are given away while the prefill runs.
+        may_publish = not any(group.window_tokens or group.has_recurrent_state for group in self._groups)
+        if self._config.transfer_mode == "stream" and transfer.is_kv_producer and may_publish:
+            self._progress = Progress(groups=self._groups, follows_decode=False)
         fingerprint = compatibility.fingerprint(
             identity.cache_identity(self._vllm_config, device_type()), ranks, protocol_version=PROTOCOL_VERSION
         )
@@ -82,13 +107,17 @@ class P2PSchedulerSide:
             fingerprint,
             num_blocks=self._block_pins.num_blocks,
             can_report_unknown_at_once=HAS_FAILED_RECEIVES,
+            publishes=self._progress is not None,
+            reads_early=reads_early,
         )
         num_tamed = queue_spin.tame() if self._config.tame_queue_spin else 0
         logger.info(
-            "KV transfer is ready: address=%s ranks=%d transfer_mode=%s protocol=%s load_failure_policy=%s queues_tamed=%d",
+            "KV transfer is ready: address=%s ranks=%d offers_while_computing=%s reads_while_computed=%s protocol=%s "
+            "load_failure_policy=%s queues_tamed=%d",
             self._shell.address,
             len(ranks),
-            self._config.transfer_mode,
+            self._progress is not None,
+            reads_early,
             self._config.protocol,
             self._config.load_failure_policy,
             num_tamed,
@@ -126,6 +155,8 @@ class P2PSchedulerSide:
 
     def update_state_after_alloc(self, request: Any, block_ids: events.BlockTable, num_remote_tokens: int) -> None:
         request_id = requests.request_id(request)
+        if self._progress is not None and request_id in self._offered:
+            self._progress.admitted(request, block_ids)
         if request_id not in self._wanted:
             return
         num_local_tokens = self._wanted[request_id]
@@ -151,9 +182,11 @@ class P2PSchedulerSide:
         request_id = requests.request_id(request)
         if self._wanted.pop(request_id, None) is not None:
             self._shell.feed_consumer(events.RequestEnded(request_id=request_id))
-        transfer_id = self._offered.pop(request_id, None)
-        if transfer_id is None:
+        offered = self._offered.pop(request_id, None)
+        if offered is None:
             return None
+        if self._progress is not None:
+            self._progress.ended(request_id)
         num_tokens = min(requests.num_written_tokens(request), requests.num_prompt_tokens(request))
         has_kv = requests.ended_with_kv(request) and num_tokens == requests.num_prompt_tokens(request)
         self._shell.feed_producer(
@@ -171,7 +204,7 @@ class P2PSchedulerSide:
             )
         )
         self._apply_pending()
-        return self._issue(transfer_id, request, num_tokens) if has_kv else None
+        return self._issue(offered.transfer_id, request, num_tokens) if has_kv else None
 
     # --- steps ----------------------------------------------------------------------------------------------------
 
@@ -179,6 +212,11 @@ class P2PSchedulerSide:
         for request_id in getattr(scheduler_output, "preempted_req_ids", None) or ():
             if request_id in self._offered:
                 self._shell.feed_producer(events.PrefillPreempted(request_id=RequestId(request_id)))
+                if self._progress is not None:
+                    self._progress.preempted(RequestId(request_id))
+        self._echo = 0
+        if self._progress is not None and len(self._progress):
+            self._echo = self._progress.scheduled(scheduler_output, self._number_of)
 
     def has_pending(self) -> bool:
         self._apply_pending()
@@ -203,14 +241,17 @@ class P2PSchedulerSide:
     def take_step(self) -> StepMetadata:
         self._apply_pending()
         if not self._for_workers:
-            return StepMetadata()
+            return StepMetadata(echo=self._echo)
         pending, self._for_workers = self._for_workers, []
         reports = tuple(action.report for action in pending if isinstance(action, actions.ReportReceive))
-        return StepMetadata(p2p=_worker_step(pending), reports=reports)
+        return StepMetadata(p2p=_worker_step(pending), reports=reports, echo=self._echo)
 
     def update_results(self, results: WorkerMetadata) -> None:
         for ended in results.p2p.ended:
             self._shell.feed_consumer(events.RankReadEnded(ended=ended))
+        if self._progress is not None:
+            for chunk in self._progress.written(results.echo):
+                self._publish(chunk)
         self._apply_pending()
 
     def release_pending_blocks(self) -> bool:
@@ -269,6 +310,31 @@ class P2PSchedulerSide:
             )
         )
 
+    def _number_of(self, request_id: RequestId) -> int | None:
+        offered = self._offered.get(request_id)
+        return None if offered is None else offered.number
+
+    def _publish(self, chunk: Chunk) -> None:
+        """Tell of whole blocks, in every group, that a step has written. The request still has them: it would have been told
+        of otherwise before."""
+        if self._number_of(chunk.request_id) != chunk.chain:
+            return
+        block_tokens = math.lcm(*(group.tokens_per_block for group in self._groups))
+        num_tokens = blocks.whole_block_tokens(chunk.num_tokens, block_tokens)
+        if num_tokens == 0:
+            return
+        self._shell.feed_producer(
+            events.PrefillProgressed(
+                request_id=chunk.request_id,
+                num_tokens=num_tokens,
+                block_ids=tuple(
+                    table[: num_tokens // group.tokens_per_block]
+                    for group, table in zip(self._groups, chunk.block_ids, strict=True)
+                ),
+            )
+        )
+        self._apply_pending()
+
     def _issue(self, transfer_id: TransferId, request: Any, num_tokens: int) -> dict[str, Any]:
         address = self._shell.address
         assert address is not None, "a producer listens"
@@ -279,7 +345,9 @@ class P2PSchedulerSide:
             num_tokens=num_tokens,
             prompt_digest=requests.prompt_digest(request),
         )
-        return params.issue(transfer, secret=self._config.secret, now_s=wall_s())
+        num_dp_ranks = self._vllm_config.parallel_config.data_parallel_size
+        issued = params.issue(transfer, secret=self._config.secret, now_s=wall_s())
+        return issued | ({"remote_dp_size": num_dp_ranks} if num_dp_ranks > 1 else {})
 
     def _apply_pending(self) -> None:
         """Do what the machines ask of this thread (pins, names); keep what is the workers' for the next step."""
@@ -290,7 +358,7 @@ class P2PSchedulerSide:
                 case actions.UnpinBlocks():
                     self._block_pins.unpin(action.block_ids)
                 case actions.NameTransfer():
-                    self._offered[action.request_id] = action.transfer_id
+                    self._offered[action.request_id] = _Offered(action.transfer_id, next(self._numbers))
                 case _:
                     self._for_workers.append(action)
 

@@ -1,7 +1,8 @@
 """Progress: which tokens of a request have their KV written, learnt from what vLLM schedules and what comes back.
 
 What a step computes is written once the workers' output of that step has come back. Each step that computes something of a
-prompt gets a number, which the workers send back with their output (`envelopes`); snapshots up to that number are true then.
+prompt gets a number, higher than any before, which the workers send back with their output (`envelopes`); snapshots up to that
+number are true then.
 Of a request that ends in the very update that brings the output back vLLM tells first: `requests.num_written_tokens` says
 what of it is written. Costs nothing for requests that only decode, unless these are followed too.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +19,9 @@ from vllm_mooncake_ascend.layout.plane import GroupLayout
 from vllm_mooncake_ascend.types import RequestId
 
 BlockTable = tuple[tuple[int, ...], ...]
+
+_STEP_NUMBERS = itertools.count(1)
+"""Of this process: where two sides of a connector follow the same steps, the highest number of a step does for both."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,7 +74,6 @@ class Progress:
         self._followed: dict[RequestId, _Followed] = {}
         self._snapshots: collections.deque[tuple[int, list[_Snapshot]]] = collections.deque()
         """By number of the step, oldest first."""
-        self._last_step = 0
 
     def __len__(self) -> int:
         return len(self._followed)
@@ -100,9 +104,9 @@ class Progress:
         chunks = list(self._chunks(running, num_scheduled, chain_of))
         if not chunks:
             return 0
-        self._last_step += 1
-        self._snapshots.append((self._last_step, chunks))
-        return self._last_step
+        number = next(_STEP_NUMBERS)
+        self._snapshots.append((number, chunks))
+        return number
 
     def written(self, step: int) -> Iterator[Chunk]:
         """The output of this step has come back (0: of one without a number)."""

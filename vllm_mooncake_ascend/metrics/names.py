@@ -102,6 +102,10 @@ _PREFILL = (
     _counted(counters.LEASES_ENDED, "Transfers whose blocks are kept no longer.", by="reason"),
     _counted(counters.PREFILLS_WITHOUT_KV, "Prefills that were aborted or failed before their KV was whole."),
     _counted(counters.PREFILLS_PREEMPTED, "Prefills vLLM preempted."),
+    _counted(
+        counters.PROGRESS_WITHHELD,
+        "Times that blocks of a running prefill were not offered early, because leases pin as many as they may.",
+    ),
     _counted(counters.READS_CONFIRMED, "Reads whose end decode engines told, by held or lost.", by="reason"),
     _counted(counters.READERS_REFUSED, "Subscriptions answered with no.", by="reason"),
     Metric(name=LEASES_OPEN, kind="gauge", help="Transfers whose blocks are kept for decode engines."),
@@ -116,6 +120,7 @@ _DECODE = (
     _counted(counters.LOADS_LEFT, "Requests that needed no remote KV after all."),
     _counted(counters.LOADS_ABORTED, "Requests that ended before their remote KV came."),
     _counted(counters.READS_ORDERED, "Reads ordered from the workers."),
+    _counted(counters.READS_BEGUN_AGAIN, "Reads of a running prefill that began anew because it was preempted."),
     _counted(counters.READS_ENDED, "Reads that ended, per worker.", by="outcome"),
     _counted(counters.READ_BYTES, "KV bytes read from prefill engines."),
     _counted(counters.READ_DESCRIPTORS, "Byte runs given to the transfer engine."),

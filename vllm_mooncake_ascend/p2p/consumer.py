@@ -22,7 +22,7 @@ from vllm_mooncake_ascend.layout import compatibility
 from vllm_mooncake_ascend.layout.plane import RankLayout
 from vllm_mooncake_ascend.p2p import actions, counters, events, offers
 from vllm_mooncake_ascend.p2p.fetch_table import FetchTable
-from vllm_mooncake_ascend.p2p.fetches import FETCH_LAW, LISTENING, Fetch, FetchInput, FetchState, PeerKey
+from vllm_mooncake_ascend.p2p.fetches import FETCH_LAW, LISTENING, UNALLOCATED, Fetch, FetchInput, FetchState, PeerKey
 from vllm_mooncake_ascend.p2p.peer import Peer, PeerState
 from vllm_mooncake_ascend.p2p.peers import Differences, Peers
 from vllm_mooncake_ascend.p2p.reads import Reads
@@ -60,8 +60,8 @@ class Consumer:
         self._actions: list[actions.ConsumerAction] = []
         self._timers: Timers[RequestId | PeerKey] = Timers()
         self._table = FetchTable(law, self._do, self._timers)
-        self._peers = Peers(incarnation, settings.lease_ttl_s, self._do, self._timers)
-        self._reads = Reads(self._table, self._peers, settings, self._do)
+        self._peers = Peers(incarnation, settings, self._do, self._timers)
+        self._reads = Reads(self._table, self._peers, settings, ranks[0].groups, self._do)
 
     # --- what the shell calls -----------------------------------------------------------------------------------------
 
@@ -252,25 +252,30 @@ class Consumer:
         if sent_s is not None:
             fetch.acknowledged_s = max(fetch.acknowledged_s, sent_s)
         what = FetchInput.OFFERED_READY if is_ready else FetchInput.OFFERED_PENDING
-        if fetch.state not in (FetchState.ASKING, FetchState.PENDING):
+        is_newer = offers.is_newer(offer, fetch.offer)
+        if fetch.state is FetchState.CONFIRMING or (fetch.state in (FetchState.READY, FetchState.READING) and not is_newer):
             self._table.move(fetch, what, fetch.state)
+        elif fetch.state is FetchState.READING:
+            self._reads.go_on(fetch, offer, now)
         elif refused := offers.why_refused(offer, fetch):
             self._leave_and_fail(fetch, what, refused, now)
         else:
-            if is_ready or fetch.offer is None or fetch.offer.state == "pending":
+            if is_newer:
                 fetch.offer = offer
             self._take_offer(fetch, what, peer, now)
 
     def _take_offer(self, fetch: Fetch, what: FetchInput, peer: Peer, now: float) -> None:
-        """READY as soon as the offer is final and the layout known."""
+        """READY as soon as there is something to read and the layout known; a preemption does not change that any more."""
         if fetch.offer is None:
             self._table.move(fetch, what, fetch.state)
-        elif fetch.offer.state == "pending" or peer.state is not PeerState.KNOWN:
+            return
+        is_begun = offers.may_be_read(fetch.offer) or fetch.state is FetchState.READY
+        if peer.state is not PeerState.KNOWN or not is_begun:
             self._table.move(fetch, what, FetchState.PENDING, fetch.give_up_at_s)
         elif unusable := offers.why_unusable(fetch.offer, peer.ranks[0].groups):
             self._leave_and_fail(fetch, what, unusable, now)
         else:
-            self._table.move(fetch, what, FetchState.READY)
+            self._table.move(fetch, what, FetchState.READY, fetch.give_up_at_s)
 
     def _gone(self, fetch: Fetch, now: float) -> None:
         """The producer does not have it (any more). Released all the same: it may be announced later, for nobody."""
@@ -364,7 +369,9 @@ class Consumer:
             return
         fetch = self._table.get(key)
         assert fetch is not None, "a fetch that is not in the table has no alarm"
-        if fetch.state in (FetchState.ASKING, FetchState.PENDING):
+        if fetch.state is FetchState.READY and fetch.offer is not None and fetch.offer.state == "ready":
+            self._table.move(fetch, FetchInput.LATE, FetchState.READY)  # only vLLM's blocks are missing
+        elif fetch.state in UNALLOCATED:
             self._leave_and_fail(fetch, FetchInput.LATE, counters.NO_OFFER, now)
         else:
             self._reads.lapse(fetch, now)

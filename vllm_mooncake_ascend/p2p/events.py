@@ -40,7 +40,10 @@ class PrefillArrived(_Event, frozen=True, kw_only=True):
 
 
 class PrefillProgressed(_Event, frozen=True, kw_only=True):
-    """A step whose output has come back wrote KV: tokens [0, num_tokens) are in `block_ids`, whole blocks only."""
+    """A step whose output has come back wrote KV: tokens [0, num_tokens) are in `block_ids`, whole blocks only.
+
+    Fed by vLLM's scheduler thread, at once: the blocks are the request's when their pins are taken.
+    """
 
     request_id: RequestId
     num_tokens: int
@@ -48,7 +51,7 @@ class PrefillProgressed(_Event, frozen=True, kw_only=True):
 
 
 class PrefillPreempted(_Event, frozen=True, kw_only=True):
-    """vLLM took the blocks of a running prefill away; unread ones are withdrawn, published ones stay pinned until then."""
+    """vLLM took the blocks of a running prefill away: what was offered of them is withdrawn, and read again later."""
 
     request_id: RequestId
 
@@ -130,20 +133,27 @@ class RankReadEnded(_Event, frozen=True, kw_only=True):
 
 
 class ReadPlanned(_Event, frozen=True, kw_only=True):
-    """The order was planned into `num_calls` engine calls (0: nothing of it is this rank's)."""
+    """One part of a read was planned into `num_calls` engine calls (0: nothing of it is this rank's).
+
+    Calls of a read are numbered through all its parts.
+    """
 
     transfer_id: TransferId
     request_id: RequestId
     session: str
     num_calls: int
+    part: int = 0
+    generation: int = 0
+    is_last: bool = True
 
 
 class ReadRefused(_Event, frozen=True, kw_only=True):
-    """The order could not be planned; no call was made and none will be."""
+    """A part could not be planned; no call of it was made, and no part after it will come to anything."""
 
     transfer_id: TransferId
     request_id: RequestId
     reason: str
+    part: int = 0
 
 
 class ReadCancelled(_Event, frozen=True, kw_only=True):

@@ -5,8 +5,8 @@ States of a fetch:
     UNKNOWN      not in the table
     ASKING       subscribed, nothing heard of the transfer
     PENDING      the producer has the reader; its prefill runs, or its layout has not come yet
-    READY        offered, fits and is of our prompt; waits for vLLM to allocate blocks
-    READING      the workers read
+    READY        offered, whole or as far as the prefill is, fits and is of our prompt; waits for vLLM to allocate blocks
+    READING      the workers read, or wait for the prefill to go on
     STOPPING     nothing will come of the read; waits until every rank has ended it
     CONFIRMING   every byte is in place; waits for the producer's word that they were the right ones
     QUARANTINED  bytes may still land in its blocks: pinned until none can
@@ -22,6 +22,7 @@ import dataclasses
 import enum
 
 from vllm_mooncake_ascend.law import Cell, Law
+from vllm_mooncake_ascend.p2p.events import BlockTable
 from vllm_mooncake_ascend.types import Incarnation, Outcome, PeerAddress, RequestId, TransferId
 from vllm_mooncake_ascend.wire.messages import Offer
 from vllm_mooncake_ascend.wire.params import RemotePrefill
@@ -84,8 +85,19 @@ class Fetch:
     """The latest usable one."""
     acknowledged_s: float = 0.0
     """When the latest acknowledged Subscribe or Renew was sent: the lease is sure for one ttl from then."""
+    block_ids: BlockTable = ()
+    """vLLM's table of the request."""
     loaded_block_ids: tuple[int, ...] = ()
     """The blocks remote KV is written to."""
+    first_token: int = 0
+    end_token: int = 0
+    """What is to be read: tokens [first_token, end_token)."""
+    ordered_token: int = 0
+    """Ordered so far, of this generation: tokens [first_token, ordered_token)."""
+    generation: int = 0
+    """Of the prefill, that the parts ordered last are of."""
+    num_parts: int = 0
+    """Ordered so far."""
     is_pinned: bool = False
     """They are pinned: a rank writes to them, or bytes may still land."""
     outcomes: dict[int, Outcome] = dataclasses.field(default_factory=dict)
@@ -114,6 +126,8 @@ _LOSE = "doomed when vLLM is to fail the request"
 _MISFIT = "release to a misfit; doomed when vLLM is to fail the request"
 _LEAVE = "release"
 _STOP = "release, CancelRead"
+_NEWER = "keep it if it is newer; refuse what makes no sense"
+_MORE = "if it is newer OrderRead of what it adds, of all again after a preemption; CancelRead if it makes no sense"
 _REPORT = "report failed"
 
 FETCH_LAW: Law[FetchState, FetchInput] = Law(
@@ -126,7 +140,9 @@ FETCH_LAW: Law[FetchState, FetchInput] = Law(
         },
         _S.ASKING: {
             _I.WELCOMED: Cell("nothing", (_S.ASKING,)),
-            _I.OFFERED_PENDING: Cell("renew from now on; refuse another prompt", (_S.PENDING, *_FAILED)),
+            _I.OFFERED_PENDING: Cell(
+                "renew from now on; keep what is written if we stream; refuse another prompt", (_S.PENDING, _S.READY, *_FAILED)
+            ),
             _I.OFFERED_READY: Cell(
                 "keep the offer; refuse another prompt or an offer that makes no sense", (_S.READY, _S.PENDING, *_FAILED)
             ),
@@ -140,7 +156,9 @@ FETCH_LAW: Law[FetchState, FetchInput] = Law(
         },
         _S.PENDING: {
             _I.WELCOMED: Cell("use the offer if there is one", (_S.PENDING, _S.READY, *_FAILED)),
-            _I.OFFERED_PENDING: Cell("refuse another prompt", (_S.PENDING, *_FAILED)),
+            _I.OFFERED_PENDING: Cell(
+                "keep what is written if we stream; refuse another prompt", (_S.PENDING, _S.READY, *_FAILED)
+            ),
             _I.OFFERED_READY: Cell(
                 "keep the offer; refuse another prompt or an offer that makes no sense", (_S.READY, _S.PENDING, *_FAILED)
             ),
@@ -153,18 +171,19 @@ FETCH_LAW: Law[FetchState, FetchInput] = Law(
             _I.LATE: Cell(_REFUSE, _FAILED),
         },
         _S.READY: {
-            _I.OFFERED_PENDING: Cell("nothing: it is older", (_S.READY,)),
-            _I.OFFERED_READY: Cell("nothing: the same", (_S.READY,)),
+            _I.OFFERED_PENDING: Cell(_NEWER, (_S.READY, *_FAILED)),
+            _I.OFFERED_READY: Cell(_NEWER, (_S.READY, *_FAILED)),
             _I.GONE: Cell(_REFUSE, _FAILED),
             _I.PEER_LOST: Cell(_LOSE, _FAILED),
             _I.PEER_REPLACED: Cell(_MISFIT, _FAILED),
             _I.ALLOCATED: Cell("pin, ShareLayout once, OrderRead; report failed beyond the offer", (_S.READING, _S.SPENT)),
             _I.NOT_ALLOCATED: Cell(_LEAVE, (_S.SPENT,)),
             _I.ENDED: Cell(_LEAVE, (_S.UNKNOWN,)),
+            _I.LATE: Cell("refuse if its prefill has not ended", (_S.READY, *_FAILED)),
         },
         _S.READING: {
-            _I.OFFERED_PENDING: Cell("nothing: it is older", (_S.READING,)),
-            _I.OFFERED_READY: Cell("nothing: the same", (_S.READING,)),
+            _I.OFFERED_PENDING: Cell(_MORE, (_S.READING, _S.STOPPING)),
+            _I.OFFERED_READY: Cell(_MORE, (_S.READING, _S.STOPPING)),
             _I.GONE: Cell(_STOP, (_S.STOPPING,)),
             _I.PEER_LOST: Cell("CancelRead", (_S.STOPPING,)),
             _I.PEER_REPLACED: Cell("CancelRead; release to a misfit", (_S.STOPPING,)),
@@ -173,7 +192,7 @@ FETCH_LAW: Law[FetchState, FetchInput] = Law(
             _I.READ_FAILED: Cell("ReadDone(not ok), unpin, report failed", (_S.SPENT,)),
             _I.READ_UNKNOWN: Cell("ReadDone(not ok), report failed now or after the quarantine", (_S.QUARANTINED,)),
             _I.ENDED: Cell(_STOP, (_S.STOPPING,)),
-            _I.LATE: Cell(_STOP, (_S.STOPPING,)),
+            _I.LATE: Cell(_STOP + ": its prefill has not ended, or a rank is overdue", (_S.STOPPING,)),
         },
         _S.STOPPING: {
             _I.READ_DONE: Cell("unpin, report failed", (_S.SPENT, _S.UNKNOWN)),

@@ -19,6 +19,7 @@ from vllm_mooncake_ascend.law import Cell, Law
 from vllm_mooncake_ascend.p2p import counters
 from vllm_mooncake_ascend.p2p.events import BlockTable
 from vllm_mooncake_ascend.types import Incarnation, RequestId, TransferId
+from vllm_mooncake_ascend.wire.messages import Offer
 
 ReaderKey = tuple[Incarnation, RequestId]
 """A reader is one request of one start of one decode engine (or a proxy that only releases)."""
@@ -76,6 +77,8 @@ class Reader:
     """It has read or given up; what it says afterwards changes nothing."""
     held: bool = False
     """Its verdict, once done."""
+    streams: bool = False
+    """It reads while the prefill runs."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -109,14 +112,40 @@ class Transfer:
         """No reader trusts the blocks beyond this; 0 without an unfinished reader."""
         return max((reader.promised_until_s for reader in self.readers.values() if not reader.is_done), default=0.0)
 
+    def has_streaming_reader(self) -> bool:
+        """Somebody wants to read while the prefill runs."""
+        return any(reader.streams and not reader.is_done for reader in self.readers.values())
+
     def all_readers_done(self) -> bool:
         """There were readers, and none of them wants anything more."""
         return bool(self.readers) and all(reader.is_done for reader in self.readers.values())
 
+    def offer_to(self, request_id: RequestId, reader: Reader, producer: Incarnation, lease_ttl_s: float) -> Offer:
+        """What a reader is told of it: before the prefill has ended, blocks only if it streams."""
+        is_ready = self.state is TransferState.LEASED
+        may_read = is_ready or reader.streams
+        return Offer(
+            incarnation=producer,
+            transfer_id=self.transfer_id,
+            request_id=request_id,
+            state="ready" if is_ready else "pending",
+            num_tokens=self.num_tokens if may_read else 0,
+            generation=self.generation,
+            block_ids=self.block_ids if may_read else (),
+            prompt_digest=self.prompt_digest,
+            lease_ttl_s=lease_ttl_s,
+            num_layers_ready=0,
+        )
+
     def unpinned_blocks(self, block_ids: BlockTable) -> tuple[int, ...]:
-        """The blocks of a table that no pin of this transfer holds, each once; never the null block 0."""
-        pinned = {block_id for pin in self.pins for block_id in pin}
-        wanted = dict.fromkeys(block_id for group in block_ids for block_id in group)
+        """The blocks of a table that no pin of this transfer holds, each once; never the null block 0.
+
+        Within one generation a table only grows, and what was published of it is pinned: that is not looked at again.
+        """
+        pinned = {block_id for pin in self.pins for block_id in pin} if not self.block_ids else frozenset[int]()
+        published = [len(table) for table in self.block_ids] or [0] * len(block_ids)
+        tails = (table[start:] for table, start in zip(block_ids, published, strict=True))
+        wanted = dict.fromkeys(block_id for tail in tails for block_id in tail)
         return tuple(block_id for block_id in wanted if block_id != 0 and block_id not in pinned)
 
 
@@ -140,8 +169,8 @@ TRANSFER_LAW: Law[TransferState, TransferInput] = Law(
             _I.LAPSED: Cell("Gone to those who wait; forget it when nobody did", (_S.AWAITED, _S.UNKNOWN)),
         },
         _S.RUNNING: {
-            _I.PROGRESSED: Cell("note the tokens; pin if streaming", (_S.RUNNING,)),
-            _I.PREEMPTED: Cell("next generation, unpin, Offer(pending, 0 tokens)", (_S.RUNNING,)),
+            _I.PROGRESSED: Cell("note the tokens; pin and offer them to who streams, if there is room", (_S.RUNNING,)),
+            _I.PREEMPTED: Cell("next generation, unpin, Offer(pending, no blocks)", (_S.RUNNING,)),
             _I.ENDED_WITH_KV: Cell(
                 "pin, Offer(ready); end at once if all readers left, or if there is no room for its blocks",
                 (_S.LEASED, _S.ENDED),
@@ -149,7 +178,7 @@ TRANSFER_LAW: Law[TransferState, TransferInput] = Law(
             _I.ENDED_WITHOUT_KV: Cell("unpin, Gone", (_S.ENDED,)),
             _I.SUBSCRIBED: Cell("Offer(pending); Gone to a reader that left", (_S.RUNNING,)),
             _I.RENEWED: Cell("acknowledge; a reader that left is gone", (_S.RUNNING,)),
-            _I.READ: Cell("Verdict(lost): nothing was offered; the reader has left", (_S.RUNNING,)),
+            _I.READ: Cell("Verdict(lost): not all was offered; the reader has left", (_S.RUNNING,)),
             _I.RELEASED: Cell("the reader has left", (_S.RUNNING,)),
             _I.REVOKED: Cell("as if preempted", (_S.RUNNING,)),
         },

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 from vllm_mooncake_ascend import limits
-from vllm_mooncake_ascend.layout.blocks import num_blocks_for
+from vllm_mooncake_ascend.layout.blocks import num_blocks_for, whole_block_tokens
 from vllm_mooncake_ascend.layout.plane import GroupLayout
 from vllm_mooncake_ascend.p2p import counters
 from vllm_mooncake_ascend.p2p.fetches import Fetch
@@ -13,15 +15,31 @@ from vllm_mooncake_ascend.wire.messages import Offer
 def why_refused(offer: Offer, fetch: Fetch) -> str:
     """Why this offer is not for this request, "" when it is.
 
-    A pending offer of a transfer that no prefill has announced yet carries no digest; a ready one always must.
+    A pending offer of a transfer that no prefill has announced yet carries no digest; one that may be read always must.
     """
     if offer.prompt_digest == fetch.prompt_digest:
         return ""
-    return "" if offer.state == "pending" and not offer.prompt_digest else counters.OTHER_PROMPT
+    return counters.OTHER_PROMPT if may_be_read(offer) or offer.prompt_digest else ""
+
+
+def may_be_read(offer: Offer) -> bool:
+    """There is something to read: all of it, or what is written so far."""
+    return offer.state == "ready" or bool(offer.block_ids)
+
+
+def is_newer(offer: Offer, known: Offer | None) -> bool:
+    """Whether it tells more than the one that is known: messages may overtake each other. Nothing comes after ready."""
+    if known is None:
+        return True
+    if known.state == "ready":
+        return False
+    return offer.state == "ready" or (offer.generation, offer.num_tokens) > (known.generation, known.num_tokens)
 
 
 def why_unusable(offer: Offer, groups: tuple[GroupLayout, ...]) -> str:
-    """Why a ready offer cannot be read with the layout of its engine, "" when it can."""
+    """Why an offer makes no sense with the layout of its engine, "" when it does."""
+    if not may_be_read(offer):
+        return ""
     if len(offer.block_ids) != len(groups):
         return counters.OFFER_INVALID
     needed = (num_blocks_for(offer.num_tokens, group.tokens_per_block) for group in groups)
@@ -31,15 +49,30 @@ def why_unusable(offer: Offer, groups: tuple[GroupLayout, ...]) -> str:
 
 def usable_tokens(fetch: Fetch, num_local_tokens: int, min_remote_tokens: int) -> int:
     """Tokens worth reading beyond those that are here already."""
-    offered = fetch.offer.num_tokens if fetch.offer is not None else 0
-    num_tokens = min(offered, fetch.num_prompt_tokens) - num_local_tokens
+    num_tokens = _promised_tokens(fetch) - num_local_tokens
     return num_tokens if num_tokens >= min_remote_tokens else 0
 
 
 def covers(fetch: Fetch, first_token: int, end_token: int) -> bool:
-    """The fetch's offer holds tokens [first_token, end_token)."""
-    offered = fetch.offer.num_tokens if fetch.offer is not None else 0
-    return 0 <= first_token < end_token <= min(offered, fetch.num_prompt_tokens)
+    """The fetch's offer holds tokens [first_token, end_token), or will."""
+    return 0 <= first_token < end_token <= _promised_tokens(fetch)
+
+
+def readable_token(fetch: Fetch, here: tuple[GroupLayout, ...], there: tuple[GroupLayout, ...]) -> int:
+    """End of what may be read now of tokens [first_token, end_token). Before the prefill has ended parts end where blocks end
+    on both sides."""
+    assert fetch.offer is not None, "only an offered transfer is read"
+    if fetch.offer.state == "ready":
+        return fetch.end_token
+    block_tokens = math.lcm(*(group.tokens_per_block for group in (*here, *there)))
+    return max(fetch.first_token, min(fetch.end_token, whole_block_tokens(fetch.offer.num_tokens, block_tokens)))
+
+
+def _promised_tokens(fetch: Fetch) -> int:
+    """A prefill that ends with KV has that of its whole prompt, which is ours: the digests are the same."""
+    if fetch.offer is None:
+        return 0
+    return min(fetch.offer.num_tokens, fetch.num_prompt_tokens) if fetch.offer.state == "ready" else fetch.num_prompt_tokens
 
 
 def time_rule_holds(fetch: Fetch) -> bool:

@@ -21,6 +21,7 @@ from vllm_mooncake_ascend.layout.plane import RankLayout
 from vllm_mooncake_ascend.p2p import actions, counters
 from vllm_mooncake_ascend.p2p.fetches import PeerKey, ReaderIds
 from vllm_mooncake_ascend.p2p.peer import MessageKey, Peer, PeerState, Standing, Unanswered
+from vllm_mooncake_ascend.p2p.settings import ConsumerSettings
 from vllm_mooncake_ascend.timers import Timers
 from vllm_mooncake_ascend.types import Incarnation, PeerAddress, RequestId, TransferId
 from vllm_mooncake_ascend.wire import messages
@@ -40,12 +41,12 @@ class Peers:
     def __init__(
         self,
         incarnation: Incarnation,
-        lease_ttl_s: float,
+        settings: ConsumerSettings,
         do: Callable[[actions.ConsumerAction], None],
         timers: Timers[RequestId | PeerKey],
     ) -> None:
         self._incarnation = incarnation
-        self._lease_ttl_s = lease_ttl_s
+        self._settings = settings
         self._do = do
         self._timers = timers
         self._peers: dict[PeerKey, Peer] = {}
@@ -72,7 +73,7 @@ class Peers:
         if peer is None:
             if len(self._peers) >= limits.MAX_PEERS and not self._make_room():
                 return None
-            peer = Peer(key=key, lease_ttl_s=self._lease_ttl_s)
+            peer = Peer(key=key, lease_ttl_s=self._settings.lease_ttl_s)
             self._replaced.pop(key, None)
             self._ask(peer, _HELLO, messages.Hello(incarnation=self._incarnation, version=messages.PROTOCOL_VERSION), now)
         self._peers[key] = peer
@@ -183,7 +184,13 @@ class Peers:
     def subscribe(self, peer: Peer, ids: ReaderIds, now: float) -> None:
         """Become a reader."""
         peer.readers.setdefault(ids, Standing.ASKED)
-        message = messages.Subscribe(incarnation=self._incarnation, expected=peer.key[1], transfer_id=ids[0], request_id=ids[1])
+        message = messages.Subscribe(
+            incarnation=self._incarnation,
+            expected=peer.key[1],
+            transfer_id=ids[0],
+            request_id=ids[1],
+            streams=self._settings.streams,
+        )
         self._ask(peer, ("subscribe", *ids), message, now)
 
     def confirm(self, peer: Peer, ids: ReaderIds, now: float) -> None:

@@ -122,10 +122,8 @@ class Producer:
             return
         match event:
             case events.PrefillProgressed():
-                if self._settings.pin_on_progress and self._pin(transfer, event.block_ids, now):
-                    transfer.block_ids = event.block_ids
-                transfer.num_tokens = event.num_tokens
                 self._table.move(transfer, TransferInput.PROGRESSED, TransferState.RUNNING, now)
+                self._publish(transfer, event)
             case events.PrefillPreempted():
                 self._count(counters.PREFILLS_PREEMPTED)
                 self._withdraw(transfer)
@@ -143,9 +141,10 @@ class Producer:
             self._end(transfer, TransferInput.ENDED_WITHOUT_KV, counters.NO_KV, now, text)
         elif transfer.all_readers_done():
             self._end(transfer, TransferInput.ENDED_WITH_KV, counters.RELEASED, now)
-        elif not self._pin(transfer, event.block_ids, now):
+        elif not self._make_room(transfer, event.block_ids, now):
             self._end(transfer, TransferInput.ENDED_WITH_KV, counters.CAPACITY, now)
         else:
+            self._pin(transfer, event.block_ids)
             transfer.num_tokens, transfer.block_ids = event.num_tokens, event.block_ids
             for _, reader in transfer.unfinished():
                 reader.promised_until_s = max(reader.promised_until_s, now + self._settings.lease_ttl_s)
@@ -154,8 +153,22 @@ class Producer:
             for key, reader in transfer.unfinished():
                 self._offer(transfer, key, reader)
 
+    def _publish(self, transfer: Transfer, event: events.PrefillProgressed) -> None:
+        """Offer what is written to those who read while the prefill runs. Without room for its pins it waits for the end:
+        leases of others come first."""
+        if not (self._settings.streams and transfer.has_streaming_reader()) or event.num_tokens <= transfer.num_tokens:
+            return
+        if not self._has_room(transfer.unpinned_blocks(event.block_ids)):
+            self._count(counters.PROGRESS_WITHHELD)
+            return
+        self._pin(transfer, event.block_ids)
+        transfer.num_tokens, transfer.block_ids = event.num_tokens, event.block_ids
+        for key, reader in transfer.unfinished():
+            if reader.streams:
+                self._offer(transfer, key, reader)
+
     def _withdraw(self, transfer: Transfer) -> None:
-        """Blocks of this generation are no longer offered; nobody was told to read them."""
+        """Blocks of this generation are no longer offered. Who reads them reads all again, of the next."""
         transfer.generation += 1
         transfer.num_tokens, transfer.block_ids = 0, ()
         self._unpin(transfer)
@@ -222,7 +235,7 @@ class Producer:
             transfer.asked_at_s = now
         after = self._join(transfer, key, peer)
         reader = transfer.readers[key]
-        reader.peer = peer
+        reader.peer, reader.streams = peer, message.streams
         self._promise(transfer, reader, now)
         self._table.move(transfer, TransferInput.SUBSCRIBED, after, now)
         self._offer(transfer, key, reader)
@@ -326,22 +339,27 @@ class Producer:
 
     # --- pins ---------------------------------------------------------------------------------------------------------
 
-    def _pin(self, transfer: Transfer, block_ids: events.BlockTable, now: float) -> bool:
-        """Pin what is not pinned yet of a table; False when the bound does not allow it, and nothing is pinned then."""
+    def _has_room(self, block_ids: tuple[int, ...]) -> bool:
+        return self._pins.would_be(block_ids) <= self._settings.max_pinned_blocks
+
+    def _make_room(self, transfer: Transfer, block_ids: events.BlockTable, now: float) -> bool:
+        """Whether a table can be pinned; where need be at the price of leases that nobody was promised."""
         wanted = transfer.unpinned_blocks(block_ids)
-        most = self._settings.max_pinned_blocks
-        for oldest in self._table.leased if len(wanted) <= most < self._pins.would_be(wanted) else ():
-            if oldest.state is TransferState.LEASED and oldest.promised_until_s() <= now:
-                self._end(oldest, TransferInput.LAPSED, counters.CAPACITY, now)
-                if self._pins.would_be(wanted) <= most:
+        if len(wanted) <= self._settings.max_pinned_blocks:
+            for oldest in self._table.leased:
+                if self._has_room(wanted):
                     break
-        if self._pins.would_be(wanted) > most:
-            return False
+                if oldest.state is TransferState.LEASED and oldest.promised_until_s() <= now:
+                    self._end(oldest, TransferInput.LAPSED, counters.CAPACITY, now)
+        return self._has_room(wanted)
+
+    def _pin(self, transfer: Transfer, block_ids: events.BlockTable) -> None:
+        """Pin what is not pinned yet of a table."""
+        wanted = transfer.unpinned_blocks(block_ids)
         if wanted:
             transfer.pins.append(wanted)
             self._pins.add(wanted)
             self._do(actions.PinBlocks(transfer_id=transfer.transfer_id, block_ids=wanted))
-        return True
 
     def _unpin(self, transfer: Transfer) -> None:
         for block_ids in transfer.pins:
@@ -364,22 +382,7 @@ class Producer:
     # --- actions ------------------------------------------------------------------------------------------------------
 
     def _offer(self, transfer: Transfer, key: ReaderKey, reader: Reader) -> None:
-        is_ready = transfer.state is TransferState.LEASED
-        self._send(
-            reader.peer,
-            messages.Offer(
-                incarnation=self._incarnation,
-                transfer_id=transfer.transfer_id,
-                request_id=key[1],
-                state="ready" if is_ready else "pending",
-                num_tokens=transfer.num_tokens,
-                generation=transfer.generation,
-                block_ids=transfer.block_ids if is_ready else (),
-                prompt_digest=transfer.prompt_digest,
-                lease_ttl_s=self._settings.lease_ttl_s,
-                num_layers_ready=0,
-            ),
-        )
+        self._send(reader.peer, transfer.offer_to(key[1], reader, self._incarnation, self._settings.lease_ttl_s))
 
     def _say_gone(self, transfer_id: TransferId, key: ReaderKey, peer: bytes, reason: str) -> None:
         self._send(

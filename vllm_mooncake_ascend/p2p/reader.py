@@ -6,10 +6,14 @@ waits behind the whole of another. It must not know engines, plans, threads or c
     UNKNOWN    not in the table
     QUEUED     no call of it is under way; waits for its turn
     CALLING    a call of it is under way
+    WAITING    all that was ordered is done; a further part will come
     STOPPING   a call of it is under way, and no other will start
 
-Each order is answered by exactly one EndRead, and none before its call under way has ended: only then is it certain that
-no further byte is asked for. An order that was cancelled before it came is refused; one that comes again is ignored: the same
+A read comes in one part or several, in order. Parts of a newer generation make those before them void: their calls that have
+not begun never do.
+
+Each read is answered by exactly one EndRead, and none before its call under way has ended: only then is it certain that
+no further byte is asked for. A read that was cancelled before it came is refused; one that comes again is ignored: the same
 transfer for the same request. A request id alone may come again, for another transfer, once its first request has ended.
 """
 
@@ -33,6 +37,7 @@ class ReadState(enum.Enum):
     UNKNOWN = "unknown"
     QUEUED = "queued"
     CALLING = "calling"
+    WAITING = "waiting"
     STOPPING = "stopping"
 
 
@@ -50,17 +55,26 @@ class ReadInput(enum.Enum):
 
 @dataclasses.dataclass(slots=True)
 class Read:
-    """One order of one worker."""
+    """One read of one worker."""
 
     transfer_id: TransferId
     request_id: RequestId
-    num_calls: int
     state: ReadState = ReadState.UNKNOWN
+    num_parts: int = 0
+    generation: int = 0
+    is_whole: bool = False
+    """The last part of this generation has come."""
+    num_calls: int = 0
+    """Of all parts."""
+    next_call: int = 0
     num_done: int = 0
     num_bytes: int = 0
     num_descriptors: int = 0
     started_at_s: float | None = None
     """Start of the first call."""
+    waits_since_s: float = 0.0
+    waited_s: float = 0.0
+    """Since the first call, for parts to come."""
     stop_reason: str = ""
 
 
@@ -69,22 +83,39 @@ _S, _I = ReadState, ReadInput
 READ_LAW: Law[ReadState, ReadInput] = Law(
     {
         _S.UNKNOWN: {
-            _I.PLANNED: Cell("queue it; EndRead(done) without calls, (refused) if cancelled before", (_S.QUEUED, _S.UNKNOWN)),
+            _I.PLANNED: Cell(
+                "queue it, or wait if it has no calls and is not whole; EndRead(done) if it is, (refused) if cancelled before",
+                (_S.QUEUED, _S.WAITING, _S.UNKNOWN),
+            ),
             _I.REFUSED: Cell("EndRead(refused)", (_S.UNKNOWN,)),
         },
         _S.QUEUED: {
+            _I.PLANNED: Cell("add its calls, drop those of an older generation", (_S.QUEUED, _S.WAITING, _S.UNKNOWN)),
+            _I.REFUSED: Cell("EndRead(refused before its first call, else failed)", (_S.UNKNOWN,)),
             _I.TURN: Cell("StartCall", (_S.CALLING,)),
             _I.CANCELLED: Cell("EndRead(refused before its first call, else failed)", (_S.UNKNOWN,)),
             _I.LATE: Cell("EndRead(refused before its first call, else failed)", (_S.UNKNOWN,)),
         },
+        _S.WAITING: {
+            _I.PLANNED: Cell("queue it if there are calls; EndRead(done) when whole", (_S.QUEUED, _S.WAITING, _S.UNKNOWN)),
+            _I.REFUSED: Cell("EndRead(refused before its first call, else failed)", (_S.UNKNOWN,)),
+            _I.CANCELLED: Cell("EndRead(refused before its first call, else failed)", (_S.UNKNOWN,)),
+        },
         _S.CALLING: {
-            _I.CALL_DONE: Cell("to the end of the queue; EndRead(done) after the last", (_S.QUEUED, _S.UNKNOWN)),
+            _I.PLANNED: Cell("add its calls, drop those of an older generation", (_S.CALLING,)),
+            _I.REFUSED: Cell("nothing yet: the call is under way", (_S.STOPPING,)),
+            _I.CALL_DONE: Cell(
+                "to the end of the queue, or wait for the next part; EndRead(done) when whole and done",
+                (_S.QUEUED, _S.WAITING, _S.UNKNOWN),
+            ),
             _I.CALL_NOT_DONE: Cell("EndRead with that outcome (failed for refused after a call that was done)", (_S.UNKNOWN,)),
             _I.CANCELLED: Cell("nothing yet: the call is under way", (_S.STOPPING,)),
             _I.LATE: Cell("nothing yet: the call is under way", (_S.STOPPING,)),
         },
         _S.STOPPING: {
-            _I.CALL_DONE: Cell("EndRead(done if it was the last, else failed)", (_S.UNKNOWN,)),
+            _I.PLANNED: Cell("nothing: none of it will start", (_S.STOPPING,)),
+            _I.REFUSED: Cell("nothing yet: the call is under way", (_S.STOPPING,)),
+            _I.CALL_DONE: Cell("EndRead(done if it was the last of all, else failed)", (_S.UNKNOWN,)),
             _I.CALL_NOT_DONE: Cell("EndRead with that outcome (failed for refused after a call that was done)", (_S.UNKNOWN,)),
             _I.CANCELLED: Cell("nothing yet: the call is under way", (_S.STOPPING,)),
             _I.LATE: Cell("nothing yet: the call is under way", (_S.STOPPING,)),
@@ -108,6 +139,8 @@ class Reader:
         self._reads: dict[RequestId, Read] = {}
         """In order of turns."""
         self._calling: Read | None = None
+        self._call_index = 0
+        """Of the call under way."""
         self._memory: dict[RequestId, TransferId | None] = {}
         """The transfer of each request's read that has ended, None: cancelled before it was known; oldest first."""
         self._timers: Timers[RequestId] = Timers()
@@ -141,31 +174,43 @@ class Reader:
         """Reads that have not ended."""
         return len(self._reads)
 
-    # --- orders -------------------------------------------------------------------------------------------------------
+    # --- parts --------------------------------------------------------------------------------------------------------
 
     def _planned(self, event: events.ReadPlanned, now: float) -> None:
-        if self._is_repeated(event):
+        read = self._read_of(event)
+        if read is None:
             return
-        read = Read(transfer_id=event.transfer_id, request_id=event.request_id, num_calls=event.num_calls)
-        if self._memory.get(event.request_id, event.transfer_id) is None:
+        if read.state is ReadState.UNKNOWN and self._memory.get(event.request_id, event.transfer_id) is None:
             self._end(read, ReadInput.PLANNED, Outcome.REFUSED, "it was cancelled before it began", now)
-        elif event.num_calls == 0:
-            self._end(read, ReadInput.PLANNED, Outcome.DONE, "", now)
+            return
+        if event.generation != read.generation:
+            read.generation, read.next_call = event.generation, read.num_calls
+        read.num_parts += 1
+        read.num_calls += event.num_calls
+        read.is_whole = event.is_last
+        self._timers.set(read.request_id, now + self._settings.read_wait_s)
+        if read.state in (ReadState.CALLING, ReadState.STOPPING):
+            self._move(read, ReadInput.PLANNED, read.state)
         else:
             self._reads[event.request_id] = read
-            self._timers.set(event.request_id, now + self._settings.read_wait_s)
-            self._move(read, ReadInput.PLANNED, ReadState.QUEUED)
+            self._go_on(read, ReadInput.PLANNED, now)
 
     def _refused(self, event: events.ReadRefused, now: float) -> None:
-        if not self._is_repeated(event):
-            read = Read(transfer_id=event.transfer_id, request_id=event.request_id, num_calls=0)
+        read = self._read_of(event)
+        if read is not None and read.state is ReadState.UNKNOWN:
             self._end(read, ReadInput.REFUSED, Outcome.REFUSED, event.reason, now)
+        elif read is not None:
+            self._stop(read, ReadInput.REFUSED, event.reason, now)
 
-    def _is_repeated(self, event: events.ReadPlanned | events.ReadRefused) -> bool:
-        is_repeated = event.request_id in self._reads or self._memory.get(event.request_id) == event.transfer_id
-        if is_repeated:
-            self._count(counters.ORDERS_IGNORED)
-        return is_repeated
+    def _read_of(self, event: events.ReadPlanned | events.ReadRefused) -> Read | None:
+        """The read whose next part this is, new for the first one; None for a part that came before, or too late."""
+        read = self._reads.get(event.request_id)
+        if read is not None and (read.transfer_id, read.num_parts) == (event.transfer_id, event.part):
+            return read
+        if read is None and event.part == 0 and self._memory.get(event.request_id) != event.transfer_id:
+            return Read(transfer_id=event.transfer_id, request_id=event.request_id)
+        self._count(counters.ORDERS_IGNORED)
+        return None
 
     def _cancelled(self, request_id: RequestId, now: float) -> None:
         read = self._reads.get(request_id)
@@ -176,22 +221,37 @@ class Reader:
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
+    def _go_on(self, read: Read, what: ReadInput, now: float) -> None:
+        """No call of the read is under way: another one, its end, or wait for the next part."""
+        if read.state is ReadState.WAITING and read.started_at_s is not None:
+            read.waited_s += now - read.waits_since_s
+        if read.next_call < read.num_calls:
+            self._move(read, what, ReadState.QUEUED)
+        elif read.is_whole:
+            self._end(read, what, Outcome.DONE, "", now)
+        else:
+            read.waits_since_s = now
+            self._timers.drop(read.request_id)
+            self._move(read, what, ReadState.WAITING)
+
     def _next_call(self, now: float) -> None:
         """Start a call of the read whose turn it is, unless one is under way."""
-        read = next(iter(self._reads.values()), None)
+        read = next((read for read in self._reads.values() if read.state is ReadState.QUEUED), None)
         if self._calling is not None or read is None:
             return
         self._calling = read
         if read.started_at_s is None:
             read.started_at_s = now
         self._move(read, ReadInput.TURN, ReadState.CALLING)
+        self._call_index = read.next_call
+        read.next_call += 1
         self._actions.append(
-            actions.StartCall(transfer_id=read.transfer_id, request_id=read.request_id, call_index=read.num_done)
+            actions.StartCall(transfer_id=read.transfer_id, request_id=read.request_id, call_index=self._call_index)
         )
 
     def _call_ended(self, event: events.CallEnded, now: float) -> None:
         read = self._calling
-        if read is None or (read.request_id, read.num_done) != (event.request_id, event.call_index):
+        if read is None or (read.request_id, self._call_index) != (event.request_id, event.call_index):
             self._count(counters.MESSAGES_IGNORED, counters.NOBODY_ASKED)
             return
         self._calling = None
@@ -204,18 +264,16 @@ class Reader:
             self._end(read, ReadInput.CALL_NOT_DONE, outcome, event.reason, now)
             return
         read.num_done += 1
-        if read.num_done == read.num_calls:
-            self._end(read, ReadInput.CALL_DONE, Outcome.DONE, "", now)
-        elif read.state is ReadState.STOPPING:
+        if read.state is ReadState.STOPPING and not (read.is_whole and read.next_call == read.num_calls):
             self._end(read, ReadInput.CALL_DONE, Outcome.FAILED, read.stop_reason, now)
         else:
             self._reads[read.request_id] = self._reads.pop(read.request_id)
-            self._move(read, ReadInput.CALL_DONE, ReadState.QUEUED)
+            self._go_on(read, ReadInput.CALL_DONE, now)
 
     # --- ends ---------------------------------------------------------------------------------------------------------
 
     def _stop(self, read: Read, what: ReadInput, reason: str, now: float) -> None:
-        if read.state is ReadState.QUEUED:
+        if read.state in (ReadState.QUEUED, ReadState.WAITING):
             self._end(read, what, Outcome.FAILED if read.num_done else Outcome.REFUSED, reason, now)
         else:
             read.stop_reason = reason
@@ -238,7 +296,7 @@ class Reader:
                     reason=reason,
                     num_bytes=read.num_bytes,
                     num_descriptors=read.num_descriptors,
-                    seconds=0.0 if read.started_at_s is None else now - read.started_at_s,
+                    seconds=0.0 if read.started_at_s is None else now - read.started_at_s - read.waited_s,
                 )
             )
         )

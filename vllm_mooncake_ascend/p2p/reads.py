@@ -1,5 +1,6 @@
 """Reads: the part of the consumer from the allocation of blocks to the one report. No messages, no handshakes.
 
+A read of a prefill that still runs is ordered in parts, as offers come; the last part comes when the prefill has ended.
 A read ends when every rank has told so: DONE waits for the producer's verdict, REFUSED and FAILED are reported at once,
 UNKNOWN is quarantined. A read that nothing will come of any more is stopped: no further engine call starts, and it ends
 when the ranks have ended it. A rank that never does keeps its blocks; no waiting turns its silence into an end.
@@ -10,13 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from vllm_mooncake_ascend import limits
+from vllm_mooncake_ascend.layout.plane import GroupLayout
 from vllm_mooncake_ascend.p2p import actions, counters, events, offers
 from vllm_mooncake_ascend.p2p.fetch_table import FetchTable
 from vllm_mooncake_ascend.p2p.fetches import LISTENING, Fetch, FetchInput, FetchState
-from vllm_mooncake_ascend.p2p.peer import PeerState
+from vllm_mooncake_ascend.p2p.peer import Peer, PeerState
 from vllm_mooncake_ascend.p2p.peers import Peers
 from vllm_mooncake_ascend.p2p.settings import ConsumerSettings
 from vllm_mooncake_ascend.types import Outcome, worst
+from vllm_mooncake_ascend.wire.messages import Offer
 from vllm_mooncake_ascend.wire.steps import ReadEnded, ReadOrder
 
 _REASONS = {
@@ -30,11 +33,17 @@ class Reads:
     """Works on the consumer's table and peers."""
 
     def __init__(
-        self, table: FetchTable, peers: Peers, settings: ConsumerSettings, do: Callable[[actions.ConsumerAction], None]
+        self,
+        table: FetchTable,
+        peers: Peers,
+        settings: ConsumerSettings,
+        groups: tuple[GroupLayout, ...],
+        do: Callable[[actions.ConsumerAction], None],
     ) -> None:
         self._table = table
         self._peers = peers
         self._settings = settings
+        self._groups = groups
         self._do = do
 
     # --- starting and stopping ----------------------------------------------------------------------------------------
@@ -49,22 +58,62 @@ class Reads:
         if not offers.covers(fetch, event.num_local_tokens, end_token):
             self.refuse(fetch, event, now)
             return
+        fetch.block_ids, fetch.first_token, fetch.end_token = event.block_ids, event.num_local_tokens, end_token
+        fetch.ordered_token, fetch.generation = fetch.first_token, fetch.offer.generation
         self._table.owe(fetch, event.loaded_block_ids)
         self._table.pin(fetch)
         self._peers.share(peer)
+        self._order_part(fetch, peer)
+        self._count(counters.READS_ORDERED)
+        self._table.move(fetch, FetchInput.ALLOCATED, FetchState.READING, self._give_up_at_s(fetch, now))
+
+    def go_on(self, fetch: Fetch, offer: Offer, now: float) -> None:
+        """A newer offer came while the fetch is being read: order what it adds.
+
+        After a preemption that is everything: what was read before may have been overwritten while it was read.
+        """
+        peer = self._peers.get(fetch.peer_key)
+        assert peer is not None, "a listening fetch has a peer"
+        what = FetchInput.OFFERED_READY if offer.state == "ready" else FetchInput.OFFERED_PENDING
+        if unfit := offers.why_refused(offer, fetch) or offers.why_unusable(offer, peer.ranks[0].groups):
+            self.stop(fetch, what, now, farewell="release", reason=unfit)
+            return
+        fetch.offer = offer
+        if offer.generation != fetch.generation:
+            self._count(counters.READS_BEGUN_AGAIN)
+            fetch.ordered_token, fetch.generation = fetch.first_token, offer.generation
+        self._order_part(fetch, peer)
+        self._table.move(fetch, what, FetchState.READING, self._give_up_at_s(fetch, now))
+
+    def _order_part(self, fetch: Fetch, peer: Peer) -> None:
+        """Order what can be read and was not ordered yet. The first part is ordered even if it is of no tokens: from then on
+        every rank owes an end."""
+        assert fetch.offer is not None, "only an offered transfer is read"
+        end_token = offers.readable_token(fetch, self._groups, peer.ranks[0].groups)
+        is_last = fetch.offer.state == "ready"
+        if end_token <= fetch.ordered_token and not is_last and fetch.num_parts:
+            return
         order = ReadOrder(
             transfer_id=fetch.transfer.transfer_id,
             request_id=fetch.request_id,
             incarnation=fetch.transfer.incarnation,
-            first_token=event.num_local_tokens,
+            first_token=fetch.ordered_token,
             end_token=end_token,
             remote_block_ids=fetch.offer.block_ids,
-            local_block_ids=event.block_ids,
+            local_block_ids=fetch.block_ids,
+            part=fetch.num_parts,
+            generation=fetch.generation,
+            is_last=is_last,
         )
+        fetch.ordered_token = end_token
+        fetch.num_parts += 1
         self._do(actions.OrderRead(order=order))
-        self._count(counters.READS_ORDERED)
+
+    def _give_up_at_s(self, fetch: Fetch, now: float) -> float:
+        """When a read is given up: its prefill does not end, or a rank does not."""
+        assert fetch.offer is not None, "only an offered transfer is read"
         bound_s = self._settings.read_wait_s + limits.ENGINE_CALL_S + limits.RANK_ANSWER_S
-        self._table.move(fetch, FetchInput.ALLOCATED, FetchState.READING, now + bound_s)
+        return now + bound_s if fetch.offer.state == "ready" else max(now, fetch.give_up_at_s)
 
     def refuse(self, fetch: Fetch, event: events.BlocksAllocated, now: float) -> None:
         """vLLM waits for what will not come: say so."""
@@ -170,6 +219,8 @@ class Reads:
     def lapse(self, fetch: Fetch, now: float) -> None:
         """A bound of this read is over."""
         match fetch.state:
+            case FetchState.READING if fetch.offer is not None and fetch.offer.state == "pending":
+                self.stop(fetch, FetchInput.LATE, now, farewell="release", reason=counters.NO_OFFER)
             case FetchState.READING:
                 self._count(counters.READS_OVERDUE)
                 self.stop(fetch, FetchInput.LATE, now, farewell="read_failed", reason=counters.READ_OVERDUE)

@@ -16,8 +16,8 @@ class ProducerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """No lease outlives the end of its prefill by more than this."""
     max_pinned_blocks: int
     """Blocks that all leases together may hold; never passed."""
-    pin_on_progress: bool = False
-    """Pin whole blocks while their prefill still runs. Only streaming needs it; after_prefill pins once, at the end."""
+    streams: bool = False
+    """Offer whole blocks while their prefill still runs, to readers that ask for it; otherwise all at once, at the end."""
     unknown_wait_s: float = limits.UNKNOWN_TRANSFER_WAIT_S
     """How long somebody may wait for a transfer that no prefill has announced."""
 
@@ -43,6 +43,8 @@ class ConsumerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Upper bound on the reads of one request."""
     lease_ttl_s: float = limits.LEASE_TTL_S
     """Renewals are paced by this until a producer has told its own."""
+    streams: bool = False
+    """Read blocks while the prefill still runs, where the producer offers that."""
 
     def __post_init__(self) -> None:
         assert self.num_ranks >= 1

@@ -26,6 +26,7 @@ from vllm_mooncake_ascend import limits
 from vllm_mooncake_ascend.errors import ConfigError, MooncakeAscendError, RemoteProtocolError
 from vllm_mooncake_ascend.proxy import headers, metrics, replies, rewrite
 from vllm_mooncake_ascend.proxy.backend import Backend
+from vllm_mooncake_ascend.proxy.early import Producers
 from vllm_mooncake_ascend.proxy.exchange import Plan
 from vllm_mooncake_ascend.proxy.health import Health
 from vllm_mooncake_ascend.proxy.relay import Call, Relay
@@ -82,6 +83,7 @@ class ProxyServer:
             metrics=self.metrics,
             clock=self._clock,
             silence_s=settings.silence_s,
+            producers=Producers(foretells=settings.flow == "concurrent", secret=settings.cluster_secret),
         )
         self._health = Health(self._backend)
         self._runner = web.AppRunner(

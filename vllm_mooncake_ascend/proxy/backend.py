@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from vllm_mooncake_ascend import limits
+from vllm_mooncake_ascend.proxy.early import Producers
 from vllm_mooncake_ascend.proxy.exchange import Leg
 from vllm_mooncake_ascend.proxy.metrics import ProxyMetrics
 from vllm_mooncake_ascend.proxy.release import Releases
-from vllm_mooncake_ascend.proxy.rewrite import JsonObject
 from vllm_mooncake_ascend.proxy.routing import Finding, Routing, Source
 from vllm_mooncake_ascend.proxy.upstream import Upstream
 
@@ -29,8 +29,7 @@ class Backend:
     """Monotonic seconds."""
     silence_s: float
     """How long either side of a request may keep still."""
-    last_params: dict[str, JsonObject] = field(default_factory=dict)
-    """By prefill instance the kv_transfer_params of its latest answer: they say where its producer is reached."""
+    producers: Producers
 
     def learn(self, role: Leg, url: str, source: Source, finding: Finding | None) -> None:
         """Let routing know what a request to, or a probe of, an instance showed; tell the operator when that puts it out."""

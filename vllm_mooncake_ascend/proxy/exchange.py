@@ -22,6 +22,9 @@ one who waits.
     PREFILL     client left                ENDED       Abandon
     any other   client left                ENDED       Release where decode was not seen to start
 
+With the concurrent flow the relay may have sent decode's leg beside prefill's (`early`); AskDecode then takes it. When it was
+sent changes nothing of the above.
+
 A 2xx of decode counts as its start only with the first event of a stream or the whole of a body: vLLM sends the status
 line before it has looked for the KV. Release is idempotent and is ignored by a producer whose KV a decode engine reads.
 

@@ -34,6 +34,12 @@ class ProxyMetrics:
         self._retries = Counter(
             f"{_PREFIX}_retries", "Legs sent again to another instance.", ["leg", "reason"], registry=self.registry
         )
+        self._early = Counter(
+            f"{_PREFIX}_early_decode_legs",
+            "Decode legs sent while prefill computed: used, or dropped (prefill failed or answered otherwise, client left).",
+            ["result"],
+            registry=self.registry,
+        )
         self._local = Counter(
             f"{_PREFIX}_local_requests",
             "Requests sent to decode alone because of what they ask for.",
@@ -72,6 +78,10 @@ class ProxyMetrics:
     def retried(self, leg: Leg, reason: FailureReason) -> None:
         """A leg is sent to another instance."""
         self._retries.labels(leg, reason).inc()
+
+    def early_leg_ended(self, result: str) -> None:
+        """`result`: used or dropped."""
+        self._early.labels(result).inc()
 
     def went_local(self, reason: LocalReason) -> None:
         """A request was sent to decode alone by its kind."""

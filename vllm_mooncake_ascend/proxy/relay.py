@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Iterator
 
 import msgspec
@@ -16,10 +17,12 @@ from aiohttp import web
 from vllm_mooncake_ascend.errors import RemoteProtocolError
 from vllm_mooncake_ascend.proxy import exchange, headers, replies, rewrite, sse, usage
 from vllm_mooncake_ascend.proxy.backend import Backend
+from vllm_mooncake_ascend.proxy.early import Asked, EarlyLeg
 from vllm_mooncake_ascend.proxy.exchange import Exchange, Leg, Plan
 from vllm_mooncake_ascend.proxy.rewrite import Endpoint, JsonObject
 from vllm_mooncake_ascend.proxy.routing import finding_of_loss, finding_of_status
 from vllm_mooncake_ascend.proxy.upstream import Answer, Question, StreamAnswer, UpstreamLost
+from vllm_mooncake_ascend.types import TransferId
 
 _JSON = "application/json"
 
@@ -51,6 +54,7 @@ class Relay:
         self._answer: Answer | None = None
         """Of the leg asked last, with the instance that gave it."""
         self._instance = ""
+        self._early: EarlyLeg | None = None
         self._response: web.StreamResponse | None = None
         self._cached_tokens: int | None = None
 
@@ -82,6 +86,7 @@ class Relay:
             return self._response
         finally:
             self._drop_answer()
+            self._drop_early()
             if not self._exchange.ended:
                 self._release_all(self._exchange.handle(exchange.ClientLeft()))
 
@@ -97,8 +102,11 @@ class Relay:
             case exchange.AskPrefill(transfer_id=transfer_id, avoid=avoid):
                 assert self._call.endpoint is not None, "only generations have a prefill leg"
                 body = rewrite.for_prefill(self._call.body, self._call.endpoint, transfer_id)
-                return await self._ask("prefill", avoid, rewrite.as_bytes(body))
+                return await self._ask("prefill", avoid, rewrite.as_bytes(body), beside=transfer_id)
             case exchange.AskDecode(params=params, avoid=avoid):
+                if self._early is not None and params is not None and not avoid and self._early.serves(params):
+                    return await self._take(self._early)
+                self._drop_early()
                 return await self._ask("decode", avoid, self._decode_body(params))
             case exchange.PassAnswer():
                 return await self._pass_answer()
@@ -123,37 +131,71 @@ class Relay:
         match action:
             case exchange.Release(params=params):
                 self._backend.releases.submit(params)
-            case exchange.Abandon(transfer_id=transfer_id) if self._instance in self._backend.last_params:
-                self._backend.releases.submit({**self._backend.last_params[self._instance], "transfer_id": transfer_id})
+            case exchange.Abandon(transfer_id=transfer_id):
+                last = self._backend.producers.last(self._instance)
+                if last is not None:
+                    self._backend.releases.submit({**last, "transfer_id": transfer_id})
 
     def _decode_body(self, params: JsonObject | None) -> bytes | None:
         if self._call.endpoint is None:
             return self._call.raw
         return rewrite.as_bytes(rewrite.for_decode(self._call.body, params))
 
-    async def _ask(self, leg: Leg, avoid: tuple[str, ...], body: bytes | None) -> exchange.Event:
-        """Send a leg to the next instance in turn and wait for its answer."""
+    async def _ask(
+        self, leg: Leg, avoid: tuple[str, ...], body: bytes | None, *, beside: TransferId | None = None
+    ) -> exchange.Event:
+        """Send a leg to the next instance in turn and wait for its answer; `beside` that of prefill decode's may go already."""
         self._drop_answer()
+        self._drop_early()
         instance = self._backend.routings[leg].choose(avoid, self._backend.clock())
         if instance is None:
             return exchange.NoInstance()
         self._instance = instance
+        if beside is not None:
+            self._begin_early(instance, beside)
+        event, self._answer = await self._send(leg, instance, body)
+        if leg == "prefill" and isinstance(event, exchange.LegAnswered) and event.status < 300:
+            return msgspec.structs.replace(event, params=self._params_of_prefill())
+        return event
+
+    async def _send(self, leg: Leg, instance: str, body: bytes | None) -> Asked:
+        """Send a leg to an instance; what became of it."""
         call = self._call
         content_type = call.content_type if call.endpoint is None else _JSON
         passed = headers.to_instance(call.headers, call.request_id, content_type)
         question = Question(instance=instance, method=call.method, path=call.path, headers=passed, body=body)
         began_s = self._backend.clock()
         try:
-            self._answer = await self._backend.upstream.ask(question)
+            answer = await self._backend.upstream.ask(question)
         except UpstreamLost as lost:
             self._backend.learn(leg, instance, "request", finding_of_loss(lost.reason))
             self._backend.metrics.leg_ended(leg, lost.reason, self._backend.clock() - began_s)
-            return exchange.LegLost(instance=instance, reason=lost.reason, detail=str(lost))
-        status = self._answer.status
-        self._backend.learn(leg, instance, "request", finding_of_status(status))
-        self._backend.metrics.leg_ended(leg, f"{status // 100}xx", self._backend.clock() - began_s)
-        params = self._params_of_prefill() if leg == "prefill" and status < 300 else None
-        return exchange.LegAnswered(instance=instance, status=status, params=params)
+            return exchange.LegLost(instance=instance, reason=lost.reason, detail=str(lost)), None
+        self._backend.learn(leg, instance, "request", finding_of_status(answer.status))
+        self._backend.metrics.leg_ended(leg, f"{answer.status // 100}xx", self._backend.clock() - began_s)
+        return exchange.LegAnswered(instance=instance, status=answer.status), answer
+
+    def _begin_early(self, prefill: str, transfer_id: TransferId) -> None:
+        """Send decode's leg beside that of this prefill instance, where it is known what prefill will answer."""
+        params = self._backend.producers.foretell(prefill, transfer_id, time.time())
+        decode = None if params is None else self._backend.routings["decode"].choose((), self._backend.clock())
+        if params is not None and decode is not None:
+            leg = self._send("decode", decode, self._decode_body(params))
+            self._early = EarlyLeg(params, decode, leg, lambda: self._backend.metrics.early_leg_ended("dropped"))
+
+    async def _take(self, early: EarlyLeg) -> exchange.Event:
+        """Decode's leg is under way already."""
+        self._drop_answer()
+        self._instance = early.instance
+        event, self._answer = await early.take()
+        self._early = None
+        self._backend.metrics.early_leg_ended("used")
+        return event
+
+    def _drop_early(self) -> None:
+        if self._early is not None:
+            self._early.drop()
+            self._early = None
 
     def _params_of_prefill(self) -> JsonObject | None:
         assert self._answer is not None, "an answered leg has its answer"
@@ -165,7 +207,7 @@ class Relay:
         if not isinstance(params, dict) or not params:
             return None
         self._cached_tokens = usage.cached_tokens_of(answer)
-        self._backend.last_params[self._instance] = params
+        self._backend.producers.learn(self._instance, params)
         return params
 
     async def _pass_answer(self) -> exchange.Event:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import urllib.parse
+from typing import Literal
 
 import msgspec
 
 from vllm_mooncake_ascend import limits
 from vllm_mooncake_ascend.errors import ConfigError
 from vllm_mooncake_ascend.proxy.exchange import OnPrefillUnavailable
+
+Flow = Literal["sequential", "concurrent"]
 
 
 class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,7 +27,9 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
     drain_s: float = limits.DRAIN_S
     max_requests: int = limits.MAX_CLIENT_REQUESTS
     cluster_secret: bytes | None = None
-    """The secret of the engines, for the releases this proxy sends to prefill."""
+    """The secret of the engines, for the releases this proxy sends to prefill, and for what it foretells decode."""
+    flow: Flow = "sequential"
+    """When decode's leg is sent: once prefill has answered, or beside it where prefill's answer is known beforehand."""
 
 
 def checked(settings: ProxySettings) -> ProxySettings:

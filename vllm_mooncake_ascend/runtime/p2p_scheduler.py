@@ -77,6 +77,8 @@ class P2PScheduler:
         *,
         num_blocks: int,
         can_report_unknown_at_once: bool,
+        publishes: bool = False,
+        reads_early: bool = False,
     ) -> None:
         """Open the side channel.
 
@@ -85,6 +87,8 @@ class P2PScheduler:
             fingerprint: what peers must agree on.
             num_blocks: of the block pool, of which `max_pinned_ratio` may be pinned.
             can_report_unknown_at_once: see `ConsumerSettings`.
+            publishes: progress of prefills is told, and may be offered.
+            reads_early: blocks of prefills that still run may be read.
 
         Raises:
             ConfigError: the address cannot be listened on, or a secret is set and ZMQ cannot encrypt.
@@ -96,6 +100,7 @@ class P2PScheduler:
                 lease_ttl_s=config.lease_ttl_s,
                 lease_max_s=config.lease_max_s,
                 max_pinned_blocks=int(num_blocks * config.max_pinned_ratio),
+                streams=publishes,
             )
             self._producer = Producer(self.incarnation, fingerprint, ranks, producer_settings)
             self._driver.add_producer(self._producer)
@@ -108,6 +113,7 @@ class P2PScheduler:
                 offer_wait_s=config.offer_wait_s,
                 read_wait_s=config.read_wait_s,
                 lease_ttl_s=config.lease_ttl_s,
+                streams=reads_early,
             )
             self._consumer = Consumer(self.incarnation, fingerprint, ranks, consumer_settings)
             self._driver.add_consumer(self._consumer)

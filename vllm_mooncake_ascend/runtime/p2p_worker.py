@@ -4,7 +4,7 @@ vLLM's model-runner thread hands steps in and takes results out, and waits for n
 it runs the reads call by call, looks for new steps between two calls, and sleeps while there is nothing to do. One thread,
 because a call of Mooncake busy-waits: a second one would only take its core.
 
-Every order is answered by exactly one ReadEnded, also when the thread fails or the worker is closed.
+Every read is answered by exactly one ReadEnded, also when the thread fails or the worker is closed.
 """
 
 from __future__ import annotations
@@ -169,4 +169,5 @@ class P2PWorker:
 
     def _refuse(self, step: WorkerStep, reason: str) -> None:
         for order in step.reads:
-            self.read_ended(ended_as(order, self._rank, Outcome.REFUSED, reason))
+            if order.part == 0:  # the read of a later part has had its answer
+                self.read_ended(ended_as(order, self._rank, Outcome.REFUSED, reason))

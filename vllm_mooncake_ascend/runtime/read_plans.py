@@ -36,7 +36,8 @@ class ReadPlans:
         self._plans.pop(incarnation, None)
 
     def plan(self, order: ReadOrder) -> list[Call]:
-        """The calls that carry out an order; kept until `drop`. Empty: nothing of it is this rank's.
+        """The calls that carry out one part of a read, added to those of its other parts; kept until `drop`. Empty: nothing of
+        it is this rank's.
 
         Raises:
             MooncakeAscendError: the order, or the layout of its producer, cannot be planned.
@@ -47,12 +48,14 @@ class ReadPlans:
         plan = self._plans.get(order.incarnation)
         if plan is None:
             plan = self._plans[order.incarnation] = PeerPlan.build(self._layout, ranks)
+        if order.first_token == order.end_token:
+            return []
         calls = plan.calls(order.first_token, order.end_token, order.local_block_ids, order.remote_block_ids)
-        self._calls[order.request_id] = calls
+        self._calls.setdefault(order.request_id, []).extend(calls)
         return calls
 
     def call(self, request_id: RequestId, call_index: int) -> Call:
-        """One call of a planned read."""
+        """One call of a planned read, counted through all its parts."""
         return self._calls[request_id][call_index]
 
     def drop(self, request_id: RequestId) -> None:

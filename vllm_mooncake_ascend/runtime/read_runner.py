@@ -1,7 +1,7 @@
 """ReadRunner: one decode worker's reads, as its transfer thread runs them. Used by that thread alone.
 
-It plans orders, runs the engine calls the reader machine asks for, and answers each order with exactly one ReadEnded,
-whatever raises. `_open` is the book of orders that have no answer yet.
+It plans orders, runs the engine calls the reader machine asks for, and answers each read, of one part or several, with
+exactly one ReadEnded, whatever raises. `_open` is the book of reads that have no answer yet.
 
 A call of UNKNOWN outcome, or one that raised, is fenced at once; it is FAILED exactly if the fence holds. What the planner
 cannot plan is REFUSED: no call was made. When the machine raises, which is a bug of ours, no call is under way, so that
@@ -10,6 +10,7 @@ nothing can land any more: all its reads end FAILED, and a fresh machine goes on
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -46,8 +47,17 @@ class ReaderMachine(Protocol):
     def next_timer(self) -> float | None: ...
 
 
+@dataclasses.dataclass(slots=True)
+class _OpenRead:
+    """A read that has no answer yet."""
+
+    first: ReadOrder
+    """Its first part."""
+    num_parts: int = 0
+
+
 class ReadRunner:
-    """All reads of one worker.
+    """All reads of one worker, each of one part or several.
 
     Args:
         make_reader: a fresh machine, at the start and after a bug.
@@ -71,7 +81,7 @@ class ReadRunner:
         self._make_reader = make_reader
         self._is_strict = is_strict
         self._reader = make_reader()
-        self._open: dict[RequestId, ReadOrder] = {}
+        self._open: dict[RequestId, _OpenRead] = {}
         self._next_call: actions.StartCall | None = None
 
     # --- what the transfer thread calls -----------------------------------------------------------------------------
@@ -80,7 +90,8 @@ class ReadRunner:
         """Do what the steps ask for, each in the order `WorkerStep` prescribes; runs no engine call."""
         for step in steps:
             for order in step.reads:
-                self._open.setdefault(order.request_id, order)
+                if order.part == 0:
+                    self._open.setdefault(order.request_id, _OpenRead(order))
         for step in steps:
             for peer in step.peers:
                 self._plans.learn(peer)
@@ -129,15 +140,19 @@ class ReadRunner:
 
     def end_all(self, outcome: Outcome, reason: str) -> None:
         """Answer every open order, past the machine."""
-        for order in list(self._open.values()):
-            self._answer(ended_as(order, self._rank, outcome, reason))
+        for read in list(self._open.values()):
+            self._answer(ended_as(read.first, self._rank, outcome, reason))
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
     def _take_order(self, order: ReadOrder) -> None:
         """Plan it; whatever the planner says or raises, no call was made yet."""
-        if self._open.get(order.request_id) is not order:  # it came twice, or was answered when the machine broke
+        read = self._open.get(order.request_id)
+        if read is None or read.first.transfer_id != order.transfer_id or read.num_parts != order.part:
+            return  # it came twice, or its read has ended: the machine broke, or a part before it failed
+        if order.part == 0 and read.first is not order:
             return
+        read.num_parts += 1
         event: events.ReaderEvent
         try:
             calls = self._plans.plan(order)
@@ -149,6 +164,7 @@ class ReadRunner:
                 transfer_id=order.transfer_id,
                 request_id=order.request_id,
                 reason=f"the read cannot be planned: {error}",
+                part=order.part,
             )
         else:
             event = events.ReadPlanned(
@@ -156,6 +172,9 @@ class ReadRunner:
                 request_id=order.request_id,
                 session=calls[0][0] if calls else "",
                 num_calls=len(calls),
+                part=order.part,
+                generation=order.generation,
+                is_last=order.is_last,
             )
         if counters.ORDERS_IGNORED in self._feed(event):  # it came again after it had ended
             self._open.pop(order.request_id, None)
@@ -231,7 +250,7 @@ class ReadRunner:
         if self._is_strict:
             raise error
         if isinstance(event, events.CallEnded) and event.outcome is Outcome.UNKNOWN and event.request_id in self._open:
-            self._answer(ended_as(self._open[event.request_id], self._rank, Outcome.UNKNOWN, event.reason))
+            self._answer(ended_as(self._open[event.request_id].first, self._rank, Outcome.UNKNOWN, event.reason))
         self.end_all(Outcome.FAILED, f"the reader's state machine broke: {error}")
         self._reader = self._make_reader()
         self._next_call = None

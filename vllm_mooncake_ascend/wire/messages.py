@@ -32,7 +32,7 @@ import msgspec
 from vllm_mooncake_ascend.layout.plane import RankLayout
 from vllm_mooncake_ascend.types import Incarnation, RequestId, TransferId
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Changes with every change of a message; both sides must have the same (the fingerprint carries it)."""
 
 
@@ -51,6 +51,8 @@ class Subscribe(_Message, frozen=True, kw_only=True):
     transfer_id: TransferId
     request_id: RequestId
     """The reader's own request: with its incarnation the key of the reader."""
+    streams: bool = False
+    """It reads blocks while the prefill still runs: pending offers to it carry those that are written."""
 
 
 class Renew(_Message, frozen=True, kw_only=True):
@@ -92,9 +94,10 @@ class Offer(_Message, frozen=True, kw_only=True):
     num_tokens: int
     """Tokens whose KV is written and published; with "ready" this is final."""
     generation: int
-    """Counts preemptions of the prefill: blocks of another generation are withdrawn."""
+    """Counts preemptions of the prefill: what was read of blocks of another generation has to be read again."""
     block_ids: tuple[tuple[int, ...], ...]
-    """Per KV cache group the producer's block ids from token 0 on, covering `num_tokens`; 0 is the null block."""
+    """Per KV cache group the producer's block ids from token 0 on, covering `num_tokens`; 0 is the null block. Empty while
+    nothing may be read: pending, and the reader does not stream or nothing is published."""
     prompt_digest: bytes
     lease_ttl_s: float
     num_layers_ready: int

@@ -3,7 +3,11 @@
 Request to prefill:      {"do_remote_decode": true,  "transfer_id": optional}
 Prefill's response, passed on unchanged as request to decode:
     {"do_remote_prefill": true, "do_remote_decode": false, "transfer_id", "remote_incarnation", "remote_host",
-     "remote_port", "remote_num_tokens", "remote_prompt_digest", "issued_at_s", "signature" (with a cluster secret)}
+     "remote_port", "remote_num_tokens", "remote_prompt_digest", "issued_at_s", "remote_dp_size" (with several DP ranks),
+     "signature" (with a cluster secret)}
+
+A proxy that sends a request to prefill and decode at once knows the engine from an earlier response: it gives decode the same
+with the `transfer_id` it gives prefill, `remote_num_tokens` 0 and no digest (`foretell`).
 
 Everything here may have been written by any API client: parsing validates every field, never asserts, ignores unknown
 keys (vLLM itself adds some), and tells what is wrong in a RemoteProtocolError. vLLM copies one dict to every prompt of a
@@ -111,6 +115,22 @@ def issue(transfer: RemotePrefill, *, secret: bytes | None, now_s: float) -> dic
     if secret is not None:
         params["signature"] = _signature(params, secret)
     return params
+
+
+def foretell(
+    params: Mapping[str, Any], transfer_id: TransferId, *, secret: bytes | None, now_s: float
+) -> dict[str, Any] | None:
+    """What a decode request may carry before its prefill has ended: the params of an earlier transfer, made those of the one
+    that the same engine will announce under `transfer_id`. None where nobody can say: the engine has several DP ranks, or it
+    signs its params and the secret is not known here.
+    """
+    if params.get("remote_dp_size", 1) != 1 or ("signature" in params) != (secret is not None):
+        return None
+    earlier = parse(params, secret=None, now_s=now_s)
+    if not isinstance(earlier, RemotePrefill):
+        return None
+    transfer = msgspec.structs.replace(earlier, transfer_id=transfer_id, num_tokens=0, prompt_digest=b"")
+    return issue(transfer, secret=secret, now_s=now_s)
 
 
 def format_address(host: str, port: int) -> PeerAddress:

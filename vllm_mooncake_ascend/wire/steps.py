@@ -19,10 +19,10 @@ class PeerRanks(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReadOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """Read the KV of prompt tokens [first_token, end_token) of one transfer into local blocks.
+    """Read the KV of prompt tokens [first_token, end_token) of one transfer into local blocks: one part of a read.
 
     `remote_block_ids` and `local_block_ids` are per KV cache group, counted from prompt token 0; positions before
-    `first_token` may be 0 (null) on either side. `request_id` is the local one.
+    `first_token` may be 0 (null) on either side. `request_id` is the local one. A part may be of no tokens.
     """
 
     transfer_id: TransferId
@@ -32,6 +32,12 @@ class ReadOrder(msgspec.Struct, frozen=True, kw_only=True):
     end_token: int
     remote_block_ids: tuple[tuple[int, ...], ...]
     local_block_ids: tuple[tuple[int, ...], ...]
+    part: int = 0
+    """Parts of a read count from 0 and come in order."""
+    generation: int = 0
+    """Of the prefill: parts of an older one are of no use any more, and their calls that have not begun never do."""
+    is_last: bool = True
+    """No part follows: the read ends when everything ordered so far of this generation is done."""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,7 +75,7 @@ class ReadEnded(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int
     num_descriptors: int
     seconds: float
-    """Wall time from the start of the first engine call to the end of the last."""
+    """Wall time from the start of the first engine call to the end of the last, less what it waited for parts to come."""
 
 
 class WorkerResults(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import random
 
-from vllm_mooncake_ascend.testing.simulator.plan import Accident, Child, Hog, Job, Network, Plan, ReadFaults
+from vllm_mooncake_ascend.testing.simulator.plan import Accident, AccidentKind, Child, Hog, Job, Network, Plan, ReadFaults
+
+
+def streaming(rng: random.Random, num_engines: int) -> tuple[int, ...]:
+    """Engines that stream: none, all, or one that meets others which do not."""
+    return rng.choice(((), (), tuple(range(num_engines)), tuple(range(num_engines)), (rng.randrange(num_engines),)))
 
 
 def successor(seed: int, rng: random.Random) -> Plan:
@@ -40,7 +45,7 @@ def successor(seed: int, rng: random.Random) -> Plan:
         lease_max_s=300.0,
         fails_on_load_error=rng.random() < 0.3,
         reports_unknown_at_once=rng.random() < 0.7,
-        pins_on_progress=False,
+        streaming=(),
         is_lazy=False,
         jobs=(first, retry),
         accidents=(Accident(kind="kill", at_s=0.06 + rng.random() * 4.0, engine=0, seconds=5.0), *deafness),
@@ -92,7 +97,7 @@ def deaf(seed: int, rng: random.Random) -> Plan:
         lease_max_s=300.0,
         fails_on_load_error=False,
         reports_unknown_at_once=rng.random() < 0.7,
-        pins_on_progress=False,
+        streaming=(),
         is_lazy=False,
         jobs=(job, rival),
         accidents=tuple(accidents),
@@ -123,7 +128,7 @@ def shared(seed: int, rng: random.Random) -> Plan:
         lease_max_s=300.0,
         fails_on_load_error=rng.random() < 0.5,
         reports_unknown_at_once=rng.random() < 0.5,
-        pins_on_progress=rng.random() < 0.3,
+        streaming=streaming(rng, 2),
         is_lazy=False,
         jobs=(job,),
         network=Network(delay_s=0.05, reorders=True, duplication=0.1),
@@ -156,7 +161,7 @@ def revisit(seed: int, rng: random.Random) -> Plan:
         lease_max_s=300.0,
         fails_on_load_error=rng.random() < 0.5,
         reports_unknown_at_once=True,
-        pins_on_progress=False,
+        streaming=(),
         is_lazy=rng.random() < 0.7,
         jobs=jobs,
         reads=ReadFaults(slow=0.5),
@@ -188,8 +193,66 @@ def mutual(seed: int, rng: random.Random) -> Plan:
         lease_max_s=rng.choice((40.0, 40.0, 100.0)),
         fails_on_load_error=False,
         reports_unknown_at_once=rng.random() < 0.7,
-        pins_on_progress=rng.random() < 0.3,
+        streaming=streaming(rng, 2),
         is_lazy=rng.random() < 0.3,
         jobs=jobs,
         reads=ReadFaults(unknown=rng.choice((0.0, 0.2))),
+    )
+
+
+def streamed(seed: int, rng: random.Random) -> Plan:
+    """Long prompts that are read while they are computed, preempted, revoked, aborted or lost at any block."""
+    num_jobs = rng.choice((1, 1, 2))
+    step_s = rng.choice((0.01, 0.05, 0.3, 30.0))
+    jobs = tuple(_streamed_job(rng, number, step_s) for number in range(num_jobs))
+    kind: AccidentKind = rng.choice(("kill", "freeze", "stop", "partition", "clog", "revoke", "disconnect"))
+    accident = Accident(
+        kind=kind, at_s=rng.random() * step_s * 14, engine=rng.randrange(2), other=1, seconds=rng.choice((1.0, 20.0))
+    )
+    return Plan(
+        seed=seed,
+        num_engines=2,
+        num_ranks=rng.choice((1, 2)),
+        num_blocks=rng.choice((16, 40)),
+        max_pinned_blocks=rng.choice((6, 15)),
+        lease_ttl_s=rng.choice((4.0, 30.0)),
+        lease_max_s=300.0,
+        fails_on_load_error=rng.random() < 0.4,
+        reports_unknown_at_once=rng.random() < 0.6,
+        streaming=rng.choice(((0, 1), (0, 1), (0,), (1,))),
+        is_lazy=rng.random() < 0.3,
+        jobs=jobs,
+        accidents=(accident,) if rng.random() < 0.5 else (),
+        network=Network(
+            delay_s=rng.choice((0.001, 0.1)), loss=rng.choice((0.0, 0.1)), duplication=0.1, reorders=rng.random() < 0.5
+        ),
+        reads=ReadFaults(
+            slow=rng.choice((0.0, 0.5)),
+            slow_s=rng.choice((0.2, 9.0)),
+            unknown=rng.choice((0.0, 0.0, 0.1)),
+            unplannable=rng.choice((0.0, 0.0, 0.4)),
+        ),
+        hogs=(Hog(at_s=0.0, engine=1, num_blocks=40, seconds=rng.random() * step_s * 20),) if rng.random() < 0.3 else (),
+        lying_engine=0 if rng.random() < 0.15 else None,
+    )
+
+
+def _streamed_job(rng: random.Random, number: int, step_s: float) -> Job:
+    child = Child(
+        decode=1,
+        delay_s=rng.random() * step_s * 8,
+        num_local_blocks=rng.choice((0, 0, 2)),
+        leaves_at_s=rng.random() * step_s * 14 if rng.random() < 0.3 else None,
+    )
+    return Job(
+        at_s=rng.random() * step_s,
+        prefill=0,
+        num_tokens=rng.randrange(20, 45),
+        mode="concurrent",
+        children=(child,),
+        transfer_id=f"t{number}",
+        step_s=step_s,
+        end=rng.choice(("kv", "kv", "kv", "aborted")),
+        lingers=rng.random() < 0.3,
+        is_preempted_after=rng.choice((None, rng.randrange(1, 10))),
     )

@@ -67,6 +67,7 @@ class DecodeSide:
                 fail_on_load_error=plan.fails_on_load_error,
                 can_report_unknown_at_once=plan.reports_unknown_at_once,
                 read_wait_s=plan.read_wait_s,
+                streams=engine.index in plan.streaming,
             ),
             differences=world.differences,
         )

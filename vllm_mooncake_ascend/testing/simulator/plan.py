@@ -51,6 +51,8 @@ class Job:
     """Time of one prefill step of one block."""
     end: Literal["kv", "aborted", "never"] = "kv"
     """How the prefill ends; `never`: the engine never admits it."""
+    lingers: bool = False
+    """It generates one token more than the first: its KV is whole a step before it ends."""
     admitted_after_s: float = 0.0
     is_preempted_after: int | None = None
     """Prefill steps after which it is preempted, once."""
@@ -132,7 +134,8 @@ class Plan:
     lease_max_s: float
     fails_on_load_error: bool
     reports_unknown_at_once: bool
-    pins_on_progress: bool
+    streaming: tuple[int, ...]
+    """Engines that offer, and read, blocks of prefills that still run."""
     is_lazy: bool
     """Idle engines run no hook: what the machines ask of the scheduler thread waits for the next request."""
     jobs: tuple[Job, ...]
@@ -144,7 +147,7 @@ class Plan:
     odd_engine: int | None = None
     """An engine whose KV fits nobody's."""
     lying_engine: int | None = None
-    """An engine that offers fewer blocks than tokens."""
+    """An engine that now and then offers fewer blocks than tokens."""
     num_strangers: int = 0
     """Messages from nobody we know, about anything."""
     is_gentle: bool = False

@@ -51,7 +51,7 @@ class PrefillSide:
                 lease_ttl_s=plan.lease_ttl_s,
                 lease_max_s=plan.lease_max_s,
                 max_pinned_blocks=plan.max_pinned_blocks,
-                pin_on_progress=plan.pins_on_progress,
+                streams=engine.index in plan.streaming,
             ),
         )
         self._requests: dict[RequestId, _Prefill] = {}
@@ -119,6 +119,8 @@ class PrefillSide:
 
     def _next_step(self, prefill: _Prefill) -> None:
         world = self._engine.world
+        if world.machines.publishes_scheduled_progress and prefill.num_computed < prefill.num_blocks - 1:
+            self._tell_progress(prefill, prefill.num_computed + 1)
         if world.machines.publishes_scheduled_steps and prefill.num_computed == prefill.num_blocks - 1:
             self._tell_end(prefill, has_kv=True)
         world.at(world.now + prefill.client.job.step_s, self._engine, self._step_done, prefill, prefill.run)
@@ -128,9 +130,13 @@ class PrefillSide:
         if prefill.request_id not in self._requests or prefill.run != run:
             return
         world = self._engine.world
-        self._engine.pool.write(prefill.block_ids, prefill.client.prompt, prefill.num_computed, prefill.num_computed + 1)
-        prefill.num_computed += 1
-        if prefill.num_computed == prefill.num_blocks:
+        if prefill.num_computed < prefill.num_blocks:
+            self._engine.pool.write(prefill.block_ids, prefill.client.prompt, prefill.num_computed, prefill.num_computed + 1)
+            prefill.num_computed += 1
+            is_over = prefill.num_computed == prefill.num_blocks and not prefill.client.job.lingers
+        else:
+            is_over = True
+        if is_over:
             self._finish(prefill, has_kv=prefill.client.job.end == "kv")
         elif prefill.preempt_after == prefill.num_computed:
             prefill.preempt_after = None
@@ -139,14 +145,17 @@ class PrefillSide:
             self._feed_from_scheduler(events.PrefillPreempted(request_id=prefill.request_id))
             world.at(world.now + 0.02, self._engine, self._begin, prefill)
         else:
-            self._feed_from_scheduler(
-                events.PrefillProgressed(
-                    request_id=prefill.request_id,
-                    num_tokens=prefill.num_computed * TOKENS_PER_BLOCK,
-                    block_ids=(tuple(prefill.block_ids[: prefill.num_computed]),),
-                )
-            )
+            self._tell_progress(prefill, min(prefill.num_computed, prefill.client.job.num_tokens // TOKENS_PER_BLOCK))
             self._next_step(prefill)
+
+    def _tell_progress(self, prefill: _Prefill, num_blocks: int) -> None:
+        self._feed_from_scheduler(
+            events.PrefillProgressed(
+                request_id=prefill.request_id,
+                num_tokens=num_blocks * TOKENS_PER_BLOCK,
+                block_ids=(tuple(prefill.block_ids[:num_blocks]),),
+            )
+        )
 
     def _finish(self, prefill: _Prefill, *, has_kv: bool) -> None:
         if has_kv and self._engine.world.machines.treats_stop_as_failure and prefill.client.job.num_tokens % 2:
@@ -249,9 +258,9 @@ class PrefillSide:
     def _send(self, action: actions.SendToReader) -> None:
         message = action.message
         world = self._engine.world
-        if isinstance(message, messages.Offer) and message.state == "ready":
+        if isinstance(message, messages.Offer) and message.block_ids:
             self._check_offer(message)
-            if world.plan.lying_engine == self._engine.index:
+            if world.plan.lying_engine == self._engine.index and world.rng.random() < 0.5:
                 message = msgspec.structs.replace(message, block_ids=((),))
         if isinstance(message, messages.Verdict):
             self._check_verdict(action.peer, message)

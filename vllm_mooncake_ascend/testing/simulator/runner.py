@@ -23,7 +23,7 @@ _SIMPLER: tuple[dict[str, Any], ...] = (
     {"lying_engine": None},
     {"num_ranks": 1},
     {"is_lazy": False},
-    {"pins_on_progress": False},
+    {"streaming": ()},
     {"fails_on_load_error": False},
 )
 

@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable
 
 from vllm_mooncake_ascend.testing.simulator import aimed
+from vllm_mooncake_ascend.testing.simulator.aimed import streaming
 from vllm_mooncake_ascend.testing.simulator.plan import (
     FOREVER_S,
     Accident,
@@ -38,7 +39,7 @@ _ACCIDENTS: tuple[AccidentKind, ...] = (
 def draw(seed: int, theme: str = "") -> Plan:
     """The plan of one seed, of one theme if it is named."""
     rng = random.Random(seed)
-    chosen = rng.choices(tuple(THEMES), weights=(26, 49, 6, 8, 5, 4, 2))[0]
+    chosen = rng.choices(tuple(THEMES), weights=(24, 42, 6, 8, 5, 4, 2, 9))[0]
     return THEMES[theme or chosen](seed, rng)
 
 
@@ -66,7 +67,7 @@ def _gentle(seed: int, rng: random.Random) -> Plan:
         lease_max_s=300.0,
         fails_on_load_error=rng.random() < 0.3,
         reports_unknown_at_once=True,
-        pins_on_progress=rng.random() < 0.3,
+        streaming=streaming(rng, 2),
         is_lazy=rng.random() < 0.3,
         jobs=jobs,
         accidents=() if is_lossy else (accident,),
@@ -112,7 +113,7 @@ def _wild(seed: int, rng: random.Random) -> Plan:
         lease_max_s=rng.choice((40.0, 300.0)),
         fails_on_load_error=rng.random() < 0.4,
         reports_unknown_at_once=rng.random() < 0.6,
-        pins_on_progress=rng.random() < 0.3,
+        streaming=streaming(rng, num_engines),
         is_lazy=rng.random() < 0.3,
         jobs=tuple(_wild_job(rng, number, num_engines, is_pair=is_pair) for number in range(num_jobs)),
         hogs=tuple(_hog(rng, num_engines, num_blocks) for _ in range(rng.choice((0, 0, 1, 2)))),
@@ -227,5 +228,6 @@ THEMES: dict[str, Callable[[int, random.Random], Plan]] = {
     "mutual": aimed.mutual,
     "shared": aimed.shared,
     "revisit": aimed.revisit,
+    "streamed": aimed.streamed,
 }
 """By name; `draw` weighs them."""

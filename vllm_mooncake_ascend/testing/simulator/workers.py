@@ -49,13 +49,14 @@ class _Plan:
     """What one rank has to read for one request."""
 
     source: int
-    pairs: list[tuple[int, int]]
-    epochs: list[int]
+    calls: list[tuple[list[tuple[int, int]], list[int]]] = dataclasses.field(default_factory=list)
+    """Pairs of blocks and epochs of the targets, of all parts."""
 
-    def part(self, index: int) -> tuple[list[tuple[int, int]], list[int]]:
-        """Pairs and epochs of one call."""
-        part = slice(index * _BLOCKS_PER_CALL, (index + 1) * _BLOCKS_PER_CALL)
-        return self.pairs[part], self.epochs[part]
+    def add(self, pairs: list[tuple[int, int]], epochs: list[int]) -> int:
+        """Plan one more part; returns its number of calls."""
+        starts = range(0, len(pairs), _BLOCKS_PER_CALL)
+        self.calls += [(pairs[at : at + _BLOCKS_PER_CALL], epochs[at : at + _BLOCKS_PER_CALL]) for at in starts]
+        return len(starts)
 
 
 class Workers:
@@ -121,25 +122,36 @@ class Workers:
     def _plan(self, rank: int, order: ReadOrder) -> None:
         if order.incarnation not in self._layouts:
             raise Violation(f"read of {order.request_id} was ordered before the layout of its source was shared")
+        if order.part and order.request_id not in self._plans[rank]:
+            return  # its read has ended
         world = self.engine.world
         if world.rng.random() < world.plan.reads.unplannable:
             self._feed(
                 rank,
-                events.ReadRefused(transfer_id=order.transfer_id, request_id=order.request_id, reason="too many descriptors"),
+                events.ReadRefused(
+                    transfer_id=order.transfer_id,
+                    request_id=order.request_id,
+                    reason="too many descriptors",
+                    part=order.part,
+                ),
             )
             return
         first = order.first_token // TOKENS_PER_BLOCK
         end = -(-order.end_token // TOKENS_PER_BLOCK)
-        pairs = list(zip(order.remote_block_ids[0][first:end], order.local_block_ids[0][first:end], strict=True))
+        source = order.remote_block_ids[0][first:end] if first < end else ()
+        pairs = list(zip(source, order.local_block_ids[0][first:end], strict=True))
         epochs = [self.engine.pool.epochs[target] for _, target in pairs]
-        self._plans[rank][order.request_id] = _Plan(self._layouts[order.incarnation], pairs, epochs)
+        plan = self._plans[rank].setdefault(order.request_id, _Plan(self._layouts[order.incarnation]))
         self._feed(
             rank,
             events.ReadPlanned(
                 transfer_id=order.transfer_id,
                 request_id=order.request_id,
                 session=str(self._layouts[order.incarnation]),
-                num_calls=-(-len(pairs) // _BLOCKS_PER_CALL),
+                num_calls=plan.add(pairs, epochs),
+                part=order.part,
+                generation=order.generation,
+                is_last=order.is_last,
             ),
         )
 
@@ -169,7 +181,7 @@ class Workers:
         if self._calls[rank] is not None:
             raise Violation(f"rank {rank} started an engine call while another was under way")
         plan = self._plans[rank][action.request_id]
-        pairs, epochs = plan.part(action.call_index)
+        pairs, epochs = plan.calls[action.call_index]
         call = Call(self, rank, action.request_id, action.call_index, plan.source, pairs, epochs)
         self._calls[rank] = call
         self.engine.world.data_plane.start(call)

@@ -47,6 +47,8 @@ class Machines:
     reader: Callable[..., Reader] = Reader
     publishes_scheduled_steps: bool = False
     """Planted: the end of a prefill is told when its last step is scheduled, not when its output has come back."""
+    publishes_scheduled_progress: bool = False
+    """Planted: the progress of a prefill is told when a step is scheduled, not when its output has come back."""
     treats_stop_as_failure: bool = False
     """Planted: a prefill that ended by stop is said to have no KV."""
     forgets_what_is_shared_again: bool = False
@@ -215,5 +217,9 @@ def _nonsense(rng: random.Random, expected: Incarnation) -> messages.FromReader:
             return messages.Release(incarnation=incarnation, expected=expected, transfer_id=transfer_id, request_id=request_id)
         case _:
             return messages.Subscribe(
-                incarnation=incarnation, expected=expected, transfer_id=transfer_id, request_id=request_id
+                incarnation=incarnation,
+                expected=expected,
+                transfer_id=transfer_id,
+                request_id=request_id,
+                streams=rng.random() < 0.5,
             )
