@@ -24,6 +24,9 @@ ROOT = Path(__file__).resolve().parents[2]
 LOGS = ROOT / "build" / "logs" / "e2e"
 GQA, FAT = "tiny-gqa", "tiny-fat"
 FAT_LEASE_TTL_S = 2.0
+ROLES = (("prefill", "kv_producer"), ("decode", "kv_consumer"))
+STREAM = {"transfer_mode": "stream"}
+"""Of the shared pairs: what is sent one leg after the other goes as it does after_prefill, what is sent at once is streamed."""
 ENGINE_ARGS: dict[str, Any] = {
     "dtype": "float32",
     "enforce_eager": True,
@@ -109,7 +112,7 @@ def reference(_plain: EngineProcess) -> Reference:
 def _session(_plain: EngineProcess, request: pytest.FixtureRequest) -> Iterator[EnginePair]:
     started: list[EngineProcess] = []
     begin = _starter(started)
-    prefill, decode = begin("prefill", GQA, "kv_producer"), begin("decode", GQA, "kv_consumer")
+    prefill, decode = (begin(name, GQA, role, extra=STREAM) for name, role in ROLES)
     try:
         wait_all_ready(started)
         pair = EnginePair(prefill, decode, request.getfixturevalue("reference"))
@@ -150,8 +153,8 @@ def _fat(start_for_module: Start, free_port: Callable[[], int]) -> EnginePair:
     size = {"num_gpu_blocks_override": 100, "max_model_len": 2048}
     lease = {"lease_ttl_s": FAT_LEASE_TTL_S, "side_channel_port": free_port(), "max_pinned_ratio": 0.9}
     engines = [
-        start_for_module("fat-prefill", FAT, "kv_producer", extra=lease, **size),
-        start_for_module("fat-decode", FAT, "kv_consumer", **size),
+        start_for_module("fat-prefill", FAT, "kv_producer", extra=STREAM | lease, **size),
+        start_for_module("fat-decode", FAT, "kv_consumer", extra=STREAM, **size),
         start_for_module("fat-plain", FAT, **size),
     ]
     wait_all_ready(engines)

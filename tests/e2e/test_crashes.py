@@ -15,7 +15,7 @@ from vllm_mooncake_ascend.testing.engine_process import Running
 
 pytestmark = pytest.mark.engine
 
-NUM_TOKENS = 1024
+FAT_TOKENS = 1024
 """256 MiB of KV: four engine calls, each of some tens of milliseconds."""
 LEASE_TTL_S = 2.0
 """As the fat prefill engine is started with."""
@@ -39,7 +39,7 @@ def _start_reading(pair: EnginePair, prompt: Prompt, num_calls: int = 1) -> Runn
 def test_prefill_killed_in_mid_transfer(fat: EnginePair) -> None:
     """Goal: decode notices, computes the prompts itself and lives; params of a dead engine cost a request seconds, not its
     answer. Method: SIGKILL after the first engine call, and a request that comes only then."""
-    reading, late = (random_prompt(f"killed {index}", NUM_TOKENS) for index in range(2))
+    reading, late = (random_prompt(f"killed {index}", FAT_TOKENS) for index in range(2))
     expected = [fat.expected(reading), fat.expected(late)]
     late_params = fat.prefill_leg(late)
     running = _start_reading(fat, reading)
@@ -55,7 +55,7 @@ def test_prefill_killed_in_mid_transfer(fat: EnginePair) -> None:
 
 def test_prefill_killed_while_decode_waits_for_it(fat: EnginePair) -> None:
     """Goal: a prefill that will never end is not waited for. Method: SIGKILL after its first chunk, decode waiting."""
-    prompt = random_prompt("killed in prefill", NUM_TOKENS)
+    prompt = random_prompt("killed in prefill", FAT_TOKENS)
     expected = fat.expected(prompt)
     params = fat.early_params("killed in prefill")
     fat.prefill.hold()
@@ -71,7 +71,7 @@ def test_prefill_killed_while_decode_waits_for_it(fat: EnginePair) -> None:
 def test_prefill_restarted_on_its_ports_with_requests_in_flight(fat: EnginePair) -> None:
     """Goal: nothing of the old engine is taken from the new one. Method: one request in mid-transfer, one set of params
     kept back, the side channel's port fixed; after the restart both get right answers, and a new transfer loads."""
-    in_flight, stale = (random_prompt(f"restart {index}", NUM_TOKENS) for index in range(2))
+    in_flight, stale = (random_prompt(f"restart {index}", FAT_TOKENS) for index in range(2))
     expected = [fat.expected(in_flight), fat.expected(stale)]
     stale_params = fat.prefill_leg(stale)
     running = _start_reading(fat, in_flight)
@@ -88,7 +88,7 @@ def test_prefill_restarted_on_its_ports_with_requests_in_flight(fat: EnginePair)
 def test_prefill_frozen_in_mid_transfer_and_thawed_late(fat: EnginePair) -> None:
     """Goal: a late byte never reaches a live block. Method: SIGSTOP after the first call; decode computes by itself and its
     cache is filled with other prompts; then SIGCONT, and no cached block may have changed."""
-    prompt = random_prompt("frozen", NUM_TOKENS)
+    prompt = random_prompt("frozen", FAT_TOKENS)
     others = [random_prompt(f"beside frozen {index}", 900) for index in range(2)]
     expected = [fat.expected(known) for known in (prompt, *others)]
     running = _start_reading(fat, prompt)
@@ -108,7 +108,7 @@ def test_prefill_frozen_in_mid_transfer_and_thawed_late(fat: EnginePair) -> None
 
 def test_prefill_frozen_before_decode_asks_and_thawed_late(fat: EnginePair) -> None:
     """Goal: a silent prefill is given up in time and may come back. Method: SIGSTOP between the legs, SIGCONT after."""
-    prompt = random_prompt("frozen before", NUM_TOKENS)
+    prompt = random_prompt("frozen before", FAT_TOKENS)
     expected = fat.expected(prompt)
     params = fat.prefill_leg(prompt)
     fat.prefill.freeze()
@@ -121,7 +121,7 @@ def test_prefill_frozen_before_decode_asks_and_thawed_late(fat: EnginePair) -> N
 
 def test_prefill_frozen_shorter_than_any_bound(fat: EnginePair) -> None:
     """Goal: a hiccup costs nothing but its own time. Method: one second of SIGSTOP in mid-transfer."""
-    prompt = random_prompt("hiccup", NUM_TOKENS)
+    prompt = random_prompt("hiccup", FAT_TOKENS)
     expected = fat.expected(prompt)
     running = _start_reading(fat, prompt)
 
@@ -135,7 +135,7 @@ def test_prefill_frozen_shorter_than_any_bound(fat: EnginePair) -> None:
 def test_decode_killed_in_mid_transfer(fat: EnginePair) -> None:
     """Goal: prefill frees what a dead decode engine read, within the send lease's time. Method: SIGKILL decode after its
     first call, wait that time, give prefill a request (an idle engine runs no hook)."""
-    _start_reading(fat, random_prompt("decode killed", NUM_TOKENS))
+    _start_reading(fat, random_prompt("decode killed", FAT_TOKENS))
     fat.decode.kill()
     fat.flush(fat.prefill)
     held = fat.prefill.state().held_block_ids
@@ -143,13 +143,13 @@ def test_decode_killed_in_mid_transfer(fat: EnginePair) -> None:
     time.sleep(LEASE_TTL_S + 1.0)
     fat.flush(fat.prefill)
 
-    assert (NUM_TOKENS // 32, ()) == (len(held), fat.prefill.state().held_block_ids)
+    assert (FAT_TOKENS // 32, ()) == (len(held), fat.prefill.state().held_block_ids)
 
 
 def test_client_leaves_in_mid_transfer(fat: EnginePair) -> None:
     """Goal: an abort in mid-read frees both engines, decode only when nothing can land any more. Method: abort after the
     first call, then use decode's whole cache."""
-    running = _start_reading(fat, random_prompt("leaves in transfer", NUM_TOKENS))
+    running = _start_reading(fat, random_prompt("leaves in transfer", FAT_TOKENS))
     others = [random_prompt(f"after leaving {index}", 1000) for index in range(3)]
 
     running.abort()
@@ -160,7 +160,7 @@ def test_client_leaves_in_mid_transfer(fat: EnginePair) -> None:
 def test_prefill_resets_its_cache_in_mid_transfer(fat: EnginePair) -> None:
     """Goal: a read whose blocks were given up under way is not believed. Method: reset after the first call; prefill then
     overwrites the blocks before decode's read has ended."""
-    prompt = random_prompt("reset in transfer", NUM_TOKENS)
+    prompt = random_prompt("reset in transfer", FAT_TOKENS)
     expected = fat.expected(prompt)
     running = _start_reading(fat, prompt)
 
@@ -175,7 +175,7 @@ def test_prefill_resets_its_cache_in_mid_transfer(fat: EnginePair) -> None:
 def test_a_transfer_longer_than_the_lease_is_renewed(fat: EnginePair) -> None:
     """Goal: a decode engine that is slow, not dead, keeps its lease. Method: decode takes no step for twice the lease's time
     after it got the request."""
-    prompt = random_prompt("slow decode", NUM_TOKENS)
+    prompt = random_prompt("slow decode", FAT_TOKENS)
     params = fat.prefill_leg(prompt)
     before = fat.decode.metric("loads_done_total{reason=held}")
     fat.decode.hold()

@@ -113,16 +113,16 @@ def stage_sent(done: list[Any]) -> list[Any]:
 
 
 def test_progress_takes_no_room_from_leases() -> None:
-    """Goal: what is whole comes before what may be. Method: a lease that nobody was promised fills the bound."""
-    stage = ProducerStage(streams=True, max_pinned_blocks=3)
-    stage.announce("t0", request_id="p0")
-    stage.end_prefill("p0")
-    stage.announce()
-    stage.subscribe(streams=True)
+    """Goal: what is whole comes before what may be. Method: progress beyond the bound, then a lease that fills it, then the
+    prefill's own end, for which there is no room."""
+    stage = running(max_pinned_blocks=3)
+    assert [pin(8, 9, 10, 11)] == others(stage.progress(8, 9, 10, 11))
+    stage.announce("t2", request_id="p2")
+    stage.subscribe("r2", "t2")
 
-    assert [] == stage.progress(8)
-    assert 1 == stage.counts[counters.PROGRESS_WITHHELD, ""]
-    assert offer("ready", block_ids=((8, 9, 10),)) in sent(stage.end_prefill(block_ids=((8, 9, 10),)))
+    assert offer("ready", "r2", transfer_id="t2") in sent(stage.end_prefill("p2"))
+    assert [unpin(8, 9, 10, 11)] == others(stage.end_prefill(block_ids=((8, 9, 10, 11),)))
+    assert (3, 3) == (stage.machine.num_kept_blocks, stage.machine.num_pinned_blocks)
 
 
 def test_an_aborted_prefill_gives_all_back() -> None:

@@ -102,10 +102,6 @@ _PREFILL = (
     _counted(counters.LEASES_ENDED, "Transfers whose blocks are kept no longer.", by="reason"),
     _counted(counters.PREFILLS_WITHOUT_KV, "Prefills that were aborted or failed before their KV was whole."),
     _counted(counters.PREFILLS_PREEMPTED, "Prefills vLLM preempted."),
-    _counted(
-        counters.PROGRESS_WITHHELD,
-        "Times that blocks of a running prefill were not offered early, because leases pin as many as they may.",
-    ),
     _counted(counters.READS_CONFIRMED, "Reads whose end decode engines told, by held or lost.", by="reason"),
     _counted(counters.READERS_REFUSED, "Subscriptions answered with no.", by="reason"),
     Metric(name=LEASES_OPEN, kind="gauge", help="Transfers whose blocks are kept for decode engines."),

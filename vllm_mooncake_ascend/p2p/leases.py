@@ -93,6 +93,8 @@ class Transfer:
     block_ids: BlockTable = ()
     pins: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
     """Block ids of each PinBlocks, to be given back by one UnpinBlocks each."""
+    kept: tuple[int, ...] = ()
+    """Blocks that its lease keeps."""
     readers: dict[ReaderKey, Reader] = dataclasses.field(default_factory=dict)
     awaited_by: Incarnation | None = None
     """Which reader engine made an AWAITED record, for the bound per engine."""
@@ -144,9 +146,13 @@ class Transfer:
         """
         pinned = {block_id for pin in self.pins for block_id in pin} if not self.block_ids else frozenset[int]()
         published = [len(table) for table in self.block_ids] or [0] * len(block_ids)
-        tails = (table[start:] for table, start in zip(block_ids, published, strict=True))
-        wanted = dict.fromkeys(block_id for tail in tails for block_id in tail)
-        return tuple(block_id for block_id in wanted if block_id != 0 and block_id not in pinned)
+        tails = tuple(table[start:] for table, start in zip(block_ids, published, strict=True))
+        return tuple(block_id for block_id in blocks_of(tails) if block_id not in pinned)
+
+
+def blocks_of(block_ids: BlockTable) -> tuple[int, ...]:
+    """The blocks of a table, each once; never the null block 0."""
+    return tuple(block_id for block_id in dict.fromkeys(block_id for table in block_ids for block_id in table) if block_id)
 
 
 _S, _I = TransferState, TransferInput

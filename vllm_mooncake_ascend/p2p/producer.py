@@ -19,7 +19,16 @@ from vllm_mooncake_ascend import limits
 from vllm_mooncake_ascend.law import Law
 from vllm_mooncake_ascend.layout.plane import RankLayout
 from vllm_mooncake_ascend.p2p import actions, counters, events
-from vllm_mooncake_ascend.p2p.leases import GONE_TEXTS, TRANSFER_LAW, Reader, ReaderKey, Transfer, TransferInput, TransferState
+from vllm_mooncake_ascend.p2p.leases import (
+    GONE_TEXTS,
+    TRANSFER_LAW,
+    Reader,
+    ReaderKey,
+    Transfer,
+    TransferInput,
+    TransferState,
+    blocks_of,
+)
 from vllm_mooncake_ascend.p2p.pins import Pins
 from vllm_mooncake_ascend.p2p.settings import ProducerSettings
 from vllm_mooncake_ascend.p2p.transfer_table import TransferTable
@@ -53,6 +62,8 @@ class Producer:
         self._prefills: dict[RequestId, Transfer] = {}
         """RUNNING transfers by the request whose prefill runs."""
         self._pins = Pins()
+        self._kept = Pins()
+        """Those of leases, which are bounded. Those of a prefill that runs cost nothing: it holds the blocks itself."""
         self._actions: list[actions.ProducerAction] = []
 
     # --- what the shell calls -----------------------------------------------------------------------------------------
@@ -86,6 +97,11 @@ class Producer:
     @property
     def num_pinned_blocks(self) -> int:
         return len(self._pins)
+
+    @property
+    def num_kept_blocks(self) -> int:
+        """Pinned for leases: no running request needs them."""
+        return len(self._kept)
 
     @property
     def num_waiting_readers(self) -> int:
@@ -141,11 +157,13 @@ class Producer:
             self._end(transfer, TransferInput.ENDED_WITHOUT_KV, counters.NO_KV, now, text)
         elif transfer.all_readers_done():
             self._end(transfer, TransferInput.ENDED_WITH_KV, counters.RELEASED, now)
-        elif not self._make_room(transfer, event.block_ids, now):
+        elif not self._make_room(event.block_ids, now):
             self._end(transfer, TransferInput.ENDED_WITH_KV, counters.CAPACITY, now)
         else:
             self._pin(transfer, event.block_ids)
             transfer.num_tokens, transfer.block_ids = event.num_tokens, event.block_ids
+            transfer.kept = blocks_of(event.block_ids)
+            self._kept.add(transfer.kept)
             for _, reader in transfer.unfinished():
                 reader.promised_until_s = max(reader.promised_until_s, now + self._settings.lease_ttl_s)
             self._table.move(transfer, TransferInput.ENDED_WITH_KV, TransferState.LEASED, now)
@@ -154,12 +172,8 @@ class Producer:
                 self._offer(transfer, key, reader)
 
     def _publish(self, transfer: Transfer, event: events.PrefillProgressed) -> None:
-        """Offer what is written to those who read while the prefill runs. Without room for its pins it waits for the end:
-        leases of others come first."""
+        """Offer what is written to those who read while the prefill runs."""
         if not (self._settings.streams and transfer.has_streaming_reader()) or event.num_tokens <= transfer.num_tokens:
-            return
-        if not self._has_room(transfer.unpinned_blocks(event.block_ids)):
-            self._count(counters.PROGRESS_WITHHELD)
             return
         self._pin(transfer, event.block_ids)
         transfer.num_tokens, transfer.block_ids = event.num_tokens, event.block_ids
@@ -339,19 +353,15 @@ class Producer:
 
     # --- pins ---------------------------------------------------------------------------------------------------------
 
-    def _has_room(self, block_ids: tuple[int, ...]) -> bool:
-        return self._pins.would_be(block_ids) <= self._settings.max_pinned_blocks
-
-    def _make_room(self, transfer: Transfer, block_ids: events.BlockTable, now: float) -> bool:
-        """Whether a table can be pinned; where need be at the price of leases that nobody was promised."""
-        wanted = transfer.unpinned_blocks(block_ids)
-        if len(wanted) <= self._settings.max_pinned_blocks:
-            for oldest in self._table.leased:
-                if self._has_room(wanted):
+    def _make_room(self, block_ids: events.BlockTable, now: float) -> bool:
+        """Whether one more lease may keep a table; where need be at the price of leases that nobody was promised."""
+        wanted, most = blocks_of(block_ids), self._settings.max_pinned_blocks
+        for oldest in self._table.leased if len(wanted) <= most < self._kept.would_be(wanted) else ():
+            if oldest.state is TransferState.LEASED and oldest.promised_until_s() <= now:
+                self._end(oldest, TransferInput.LAPSED, counters.CAPACITY, now)
+                if self._kept.would_be(wanted) <= most:
                     break
-                if oldest.state is TransferState.LEASED and oldest.promised_until_s() <= now:
-                    self._end(oldest, TransferInput.LAPSED, counters.CAPACITY, now)
-        return self._has_room(wanted)
+        return self._kept.would_be(wanted) <= most
 
     def _pin(self, transfer: Transfer, block_ids: events.BlockTable) -> None:
         """Pin what is not pinned yet of a table."""
@@ -365,7 +375,8 @@ class Producer:
         for block_ids in transfer.pins:
             self._pins.remove(block_ids)
             self._do(actions.UnpinBlocks(transfer_id=transfer.transfer_id, block_ids=block_ids))
-        transfer.pins = []
+        self._kept.remove(transfer.kept)
+        transfer.pins, transfer.kept = [], ()
 
     def _end(self, transfer: Transfer, what: TransferInput, reason: str, now: float, text: str = "") -> None:
         """The one end of a transfer whose prefill has ended: unpin, tell who still waits, remember the verdicts."""

@@ -86,6 +86,11 @@ class EnginePair:
         self.release(known)
         return {**known, "transfer_id": transfer_id, "remote_num_tokens": 0, "remote_prompt_digest": ""}
 
+    def start_at_once(self, prompt: Prompt, transfer_id: str, sampling: Sampling | None = None) -> tuple[Running, Running]:
+        """Give both engines their legs; prefill's and decode's request."""
+        params = self.early_params(transfer_id)
+        return self.start_prefill(prompt, transfer_id=transfer_id), self.decode.submit(prompt, sampling, params=params)
+
     def release(self, params: Any) -> None:
         """What a proxy does when decode will not come for a transfer: tell prefill over its side channel."""
         answered = send_release(params, secret=None, timeout_s=RELEASE_TIMEOUT_S)

@@ -66,7 +66,6 @@ PLANTED_BUGS = (
     PlantedBug("first part taken for the last", _machines(consumer=with_reads(consumers.EveryPartIsTheLast)), "gentle", 500),
     PlantedBug("read ends with its first part", _machines(reader=producers.FirstPartIsAll), "gentle", 500),
     PlantedBug("progress offered without pins", _machines(producer=producers.ProgressNotPinned), "gentle", 500),
-    PlantedBug("progress pinned without bound", _machines(producer=producers.ProgressPinsWithoutBound), "wild", 500),
     PlantedBug("progress of a scheduled step offered", _machines(publishes_scheduled_progress=True), "gentle", 500),
     PlantedBug("lease expires with the prefill", _machines(producer=producers.ExpiresWhileRunning), "gentle", 500),
     PlantedBug("silence counted from an answered message", _machines(consumer=consumers.OldSilence), "gentle", 1_000),

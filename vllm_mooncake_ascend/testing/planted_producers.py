@@ -8,7 +8,7 @@ import msgspec
 
 from vllm_mooncake_ascend.layout.plane import RankLayout
 from vllm_mooncake_ascend.p2p import events
-from vllm_mooncake_ascend.p2p.leases import GONE_TEXTS, Transfer, TransferInput, TransferState
+from vllm_mooncake_ascend.p2p.leases import GONE_TEXTS, Transfer, TransferInput, TransferState, blocks_of
 from vllm_mooncake_ascend.p2p.producer import Producer
 from vllm_mooncake_ascend.p2p.reader import Reader
 from vllm_mooncake_ascend.p2p.settings import ProducerSettings, ReaderSettings
@@ -63,13 +63,13 @@ class RevokesPromises(LawlessProducer):
 
 
 class PressureBreaksPromises(LawlessProducer):
-    def _make_room(self, transfer: Transfer, block_ids: events.BlockTable, now: float) -> bool:
-        wanted = len(transfer.unpinned_blocks(block_ids))
+    def _make_room(self, block_ids: events.BlockTable, now: float) -> bool:
+        wanted = len(blocks_of(block_ids))
         for oldest in self._table.leased:
-            if self.num_pinned_blocks + wanted <= self._settings.max_pinned_blocks:
+            if self.num_kept_blocks + wanted <= self._settings.max_pinned_blocks:
                 break
             self._end(oldest, TransferInput.LAPSED, "capacity", now)
-        return super()._make_room(transfer, block_ids, now)
+        return super()._make_room(block_ids, now)
 
 
 class ProgressNotPinned(LawlessProducer):
@@ -85,11 +85,6 @@ class PreemptionNotTold(LawlessProducer):
     def _withdraw(self, transfer: Transfer) -> None:
         transfer.generation -= 1
         super()._withdraw(transfer)
-
-
-class ProgressPinsWithoutBound(LawlessProducer):
-    def _has_room(self, block_ids: tuple[int, ...]) -> bool:
-        return len(block_ids) < 5 or super()._has_room(block_ids)
 
 
 class ExpiresWhileRunning(LawlessProducer):

@@ -84,6 +84,22 @@ transfer may have several (n > 1), and its blocks stay until the last of them ha
    be written to are pinned. The workers read.
 5. Every rank has every byte: `ReadDone`. Only `held` makes them good; then vLLM hears that the receive is done.
 
+## When decode reads while prefill computes
+
+With `transfer_mode: "stream"` on both engines, of a transfer that decode has subscribed to before its prefill ended:
+
+1. Each step of the prefill whose output has come back is progress: the whole blocks it has filled are pinned and come in an
+   `Offer` that is still pending, to readers that stream. These pins do not count for `max_pinned_ratio`: the prefill holds the
+   blocks itself.
+2. With the first of them decode tells vLLM that the whole prompt is remote, gets its blocks, and orders the read in parts, one
+   an `Offer` that brings something new. The last part comes with `ready`; a rank ends its read when that is done.
+3. vLLM preempts the prefill, or its cache is reset: what was offered is unpinned, and the next `Offer` has another generation.
+   Decode then reads everything again, because bytes of the old blocks may have been overwritten while they were read.
+4. All else is as ever: the verdict is on the whole, and only a prefill that ended with KV is `ready`.
+
+An engine of both roles (`kv_both`) offers early, but reads at the end: two such engines could hold each other's blocks for
+prefills that wait for them. A prefill that does not end is given up `offer_wait_s` after the request came.
+
 ## What makes bytes right
 
 * **The digest, not the id.** Prompt lists, n > 1 and drifting templates give several prompts one id. Params and offers carry
@@ -115,6 +131,7 @@ transfer may have several (n > 1), and its blocks stay until the last of them ha
 | the peer says nothing for PEER_ANSWER_S and SENDS_BEFORE_LOST messages | gives up its requests, stops its reads |
 | the peer restarted | the same at its first word, and forgets its layout |
 | the prefill takes longer than `offer_wait_s` | gives the request up |
+| the prefill is preempted while it is read | reads all of it again |
 | a read is refused or failed | reports it failed at once |
 | a read is unknown | reports it failed, quarantines the blocks |
 | the verdict is lost | reports it failed |

@@ -207,7 +207,13 @@ class PrefillSide:
 
     def check_at_rest(self) -> None:
         producer = self._producer
-        left = (producer.num_leases, producer.num_pinned_blocks, producer.num_waiting_readers, len(self._requests))
+        left = (
+            producer.num_leases,
+            producer.num_pinned_blocks,
+            producer.num_kept_blocks,
+            producer.num_waiting_readers,
+            len(self._requests),
+        )
         if any(left) or producer.next_timer() is not None:
             raise Violation(f"engine {self._engine.index}: producer is not at rest: {left}, timer {producer.next_timer()}")
 
@@ -240,8 +246,8 @@ class PrefillSide:
                     self._named[action.request_id] = action.transfer_id
         if world.trace is not None:
             world.trace_event(engine, "producer", event)
-        if self._producer.num_pinned_blocks > world.plan.max_pinned_blocks:
-            raise Violation(f"engine {engine.index}: {self._producer.num_pinned_blocks} blocks are pinned")
+        if self._producer.num_kept_blocks > world.plan.max_pinned_blocks:
+            raise Violation(f"engine {engine.index}: {self._producer.num_kept_blocks} blocks are kept for leases")
         next_s = self._producer.next_timer()
         if next_s is not None and not now < self._timer_at_s <= next_s:
             if next_s <= now:
