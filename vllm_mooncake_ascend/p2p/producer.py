@@ -27,9 +27,8 @@ from vllm_mooncake_ascend.p2p.leases import (
     Transfer,
     TransferInput,
     TransferState,
-    blocks_of,
 )
-from vllm_mooncake_ascend.p2p.pins import Pins
+from vllm_mooncake_ascend.p2p.pins import TransferPins
 from vllm_mooncake_ascend.p2p.settings import ProducerSettings
 from vllm_mooncake_ascend.p2p.transfer_table import TransferTable
 from vllm_mooncake_ascend.types import Incarnation, RequestId, TransferId
@@ -61,9 +60,7 @@ class Producer:
         self._table = TransferTable(settings, law)
         self._prefills: dict[RequestId, Transfer] = {}
         """RUNNING transfers by the request whose prefill runs."""
-        self._pins = Pins()
-        self._kept = Pins()
-        """Those of leases, which are bounded. Those of a prefill that runs cost nothing: it holds the blocks itself."""
+        self._pins = TransferPins(settings.max_pinned_blocks, self._do)
         self._actions: list[actions.ProducerAction] = []
 
     # --- what the shell calls -----------------------------------------------------------------------------------------
@@ -96,12 +93,12 @@ class Producer:
 
     @property
     def num_pinned_blocks(self) -> int:
-        return len(self._pins)
+        return self._pins.num_pinned
 
     @property
     def num_kept_blocks(self) -> int:
         """Pinned for leases: no running request needs them."""
-        return len(self._kept)
+        return self._pins.num_kept
 
     @property
     def num_waiting_readers(self) -> int:
@@ -160,10 +157,9 @@ class Producer:
         elif not self._make_room(event.block_ids, now):
             self._end(transfer, TransferInput.ENDED_WITH_KV, counters.CAPACITY, now)
         else:
-            self._pin(transfer, event.block_ids)
+            self._pins.pin(transfer, event.block_ids)
             transfer.num_tokens, transfer.block_ids = event.num_tokens, event.block_ids
-            transfer.kept = blocks_of(event.block_ids)
-            self._kept.add(transfer.kept)
+            self._pins.keep(transfer, event.block_ids)
             for _, reader in transfer.unfinished():
                 reader.promised_until_s = max(reader.promised_until_s, now + self._settings.lease_ttl_s)
             self._table.move(transfer, TransferInput.ENDED_WITH_KV, TransferState.LEASED, now)
@@ -175,7 +171,7 @@ class Producer:
         """Offer what is written to those who read while the prefill runs."""
         if not (self._settings.streams and transfer.has_streaming_reader()) or event.num_tokens <= transfer.num_tokens:
             return
-        self._pin(transfer, event.block_ids)
+        self._pins.pin(transfer, event.block_ids)
         transfer.num_tokens, transfer.block_ids = event.num_tokens, event.block_ids
         for key, reader in transfer.unfinished():
             if reader.streams:
@@ -185,7 +181,7 @@ class Producer:
         """Blocks of this generation are no longer offered. Who reads them reads all again, of the next."""
         transfer.generation += 1
         transfer.num_tokens, transfer.block_ids = 0, ()
-        self._unpin(transfer)
+        self._pins.let_go(transfer)
         for key, reader in transfer.unfinished():
             self._offer(transfer, key, reader)
 
@@ -355,32 +351,16 @@ class Producer:
 
     def _make_room(self, block_ids: events.BlockTable, now: float) -> bool:
         """Whether one more lease may keep a table; where need be at the price of leases that nobody was promised."""
-        wanted, most = blocks_of(block_ids), self._settings.max_pinned_blocks
-        for oldest in self._table.leased if len(wanted) <= most < self._kept.would_be(wanted) else ():
+        for oldest in self._table.leased if self._pins.could_fit(block_ids) and not self._pins.fits(block_ids) else ():
             if oldest.state is TransferState.LEASED and oldest.promised_until_s() <= now:
                 self._end(oldest, TransferInput.LAPSED, counters.CAPACITY, now)
-                if self._kept.would_be(wanted) <= most:
+                if self._pins.fits(block_ids):
                     break
-        return self._kept.would_be(wanted) <= most
-
-    def _pin(self, transfer: Transfer, block_ids: events.BlockTable) -> None:
-        """Pin what is not pinned yet of a table."""
-        wanted = transfer.unpinned_blocks(block_ids)
-        if wanted:
-            transfer.pins.append(wanted)
-            self._pins.add(wanted)
-            self._do(actions.PinBlocks(transfer_id=transfer.transfer_id, block_ids=wanted))
-
-    def _unpin(self, transfer: Transfer) -> None:
-        for block_ids in transfer.pins:
-            self._pins.remove(block_ids)
-            self._do(actions.UnpinBlocks(transfer_id=transfer.transfer_id, block_ids=block_ids))
-        self._kept.remove(transfer.kept)
-        transfer.pins, transfer.kept = [], ()
+        return self._pins.fits(block_ids)
 
     def _end(self, transfer: Transfer, what: TransferInput, reason: str, now: float, text: str = "") -> None:
         """The one end of a transfer whose prefill has ended: unpin, tell who still waits, remember the verdicts."""
-        self._unpin(transfer)
+        self._pins.let_go(transfer)
         transfer.end_reason = text or GONE_TEXTS[reason]
         if transfer.state in (TransferState.LEASED, TransferState.DRAINING):
             self._count(counters.LEASES_ENDED, reason)
