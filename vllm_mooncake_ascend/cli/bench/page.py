@@ -74,7 +74,7 @@ def _figure_row(figure: Figure) -> str:
         measure.subject,
         "" if spread.noise else number(spread.median),
         "" if spread.noise else f"{number(spread.low_quartile)} - {number(spread.high_quartile)}",
-        measure.unit if measure.clock == "wall" else f"{measure.unit} CPU",
+        f"{measure.unit} CPU" if measure.clock == "cpu" else measure.unit,
         str(measure.goal or ""),
         figure_verdict(spread, measure.goal),
         f"{spread.foreign_cores:.2f}",

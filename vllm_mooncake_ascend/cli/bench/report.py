@@ -20,7 +20,7 @@ from vllm_mooncake_ascend.cli.bench.samples import (
 
 
 class Measure(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that is measured. Things that are compared have the same name and case."""
+    """One thing that is measured. Things that are compared have two of name, case and subject in common."""
 
     name: str
     """What: `planner`, `read`."""
@@ -71,7 +71,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compared(above: Measure, below: Measure) -> str:
-    """What a ratio is of, in words: subjects, or what one subject did in two ways."""
+    """What a ratio is of, in words: subjects, or what one subject did in two ways, or in two cases."""
+    if above.subject == below.subject and above.name == below.name:
+        return f"{above.subject}: {above.case} / {below.case}"
     if above.subject == below.subject:
         return f"{above.subject}: {above.name.rpartition(', ')[2]} / {below.name.rpartition(', ')[2]}"
     return f"{above.subject} / {below.subject}"

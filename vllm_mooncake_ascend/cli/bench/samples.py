@@ -22,7 +22,8 @@ import msgspec
 BOOTSTRAP_DRAWS = 2_000
 CONFIDENCE = 0.95
 
-Clock = Literal["wall", "cpu"]
+Clock = Literal["wall", "cpu", "count"]
+"""What the samples are seconds of; `count`: of nothing, they are numbers of things that no noise changes."""
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,7 +96,8 @@ def quartiles(values: Sequence[float]) -> tuple[float, float]:
 
 
 def spread_of(samples: Sequence[Sample], rules: NoiseRules, *, clock: Clock) -> Spread:
-    """Of the samples of one thing, at least one. CPU time goes on being ours when others run, so all its samples count."""
+    """Of the samples of one thing, at least one. CPU time goes on being ours when others run, so all its samples
+    count, and counts are what they are."""
     quiet = [sample for sample in samples if sample.foreign_cores <= rules.max_foreign_cores]
     has_quiet = len(quiet) >= min(rules.min_quiet, len(samples))
     counted = quiet if clock == "wall" and has_quiet else samples

@@ -34,7 +34,7 @@ def figures_table(figures: tuple[Figure, ...]) -> Table:
             measure.subject,
             "[dim]noise[/dim]" if spread.noise else number(spread.median),
             f"[dim]{quartiles}[/dim]" if spread.noise else quartiles,
-            measure.unit if measure.clock == "wall" else f"{measure.unit} CPU",
+            f"{measure.unit} CPU" if measure.clock == "cpu" else measure.unit,
             str(measure.goal or ""),
             coloured(figure_verdict(spread, measure.goal)),
             f"{spread.foreign_cores:.2f}",
