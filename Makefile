@@ -43,7 +43,7 @@ test: models ## the whole test suite but the soak, from nothing if need be
 
 oldest: setup ## the adapters against the oldest vLLM that is supported
 	@scripts/setup.sh --overlay $(OLDEST)
-	@PYTHONPATH=$(abspath $(VENV)/overlays/vllm-$(OLDEST)) $(PYTEST) -q tests/connector
+	@PYTHONPATH=$(abspath $(VENV)/overlays/vllm-$(OLDEST)) $(PYTEST) -q -m "not soak" tests/connector
 
 sim: setup ## the seeded simulations of a transfer and of the pool, SEEDS=100000 of each
 	@$(BIN)/python -m vllm_mooncake_ascend.testing.simulator --seeds $(SEEDS) --jobs 2
