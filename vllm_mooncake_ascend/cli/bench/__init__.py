@@ -5,6 +5,7 @@
     transfer   bytes a second between two processes: ours, raw Mooncake, memcpy, a socket
     pool       puts, gets and lookups of the prefix pool beside Mooncake's own client
     hits       time to first token of pool hits with real engines, beside vLLM's own store connector
+    pd         prefill and decode on two engines, beside one plain engine and peers
     page       reports of earlier runs as a page of the documentation
 
 What they share: `run` (one run), `rounds` (samples in turns, each round in an order of its own), `foreign_cpu` (noise),
@@ -18,6 +19,7 @@ import typer
 from vllm_mooncake_ascend.cli.bench.hits import hits
 from vllm_mooncake_ascend.cli.bench.micro import micro
 from vllm_mooncake_ascend.cli.bench.page import page
+from vllm_mooncake_ascend.cli.bench.pd import pd
 from vllm_mooncake_ascend.cli.bench.pool import pool
 from vllm_mooncake_ascend.cli.bench.transfer import transfer
 from vllm_mooncake_ascend.cli.bench.waiting import waiting
@@ -26,6 +28,6 @@ from vllm_mooncake_ascend.cli.bench.waiting import waiting
 def register(app: typer.Typer) -> None:
     """Add `bench` with its measurements to the command line."""
     bench = typer.Typer(help="Measure, with something to compare with in the same run.", no_args_is_help=True)
-    for measurement in (waiting, micro, transfer, pool, hits, page):
+    for measurement in (waiting, micro, transfer, pool, hits, pd, page):
         bench.command()(measurement)
     app.add_typer(bench, name="bench")
