@@ -3,6 +3,7 @@ between them if wanted."""
 
 from __future__ import annotations
 
+import enum
 import json
 import os
 from pathlib import Path
@@ -14,6 +15,13 @@ from rich.console import Console
 from vllm_mooncake_ascend.cli import processes, servers, startup
 from vllm_mooncake_ascend.cli.local_cluster import LocalCluster, Server, ServerFailed
 from vllm_mooncake_ascend.cli.serve import DEFAULT_SEGMENT
+
+
+class TransferMode(str, enum.Enum):
+    """The choices of `--transfer-mode`; meanings stand in `config.keys`."""
+
+    after_prefill = "after_prefill"
+    stream = "stream"
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,6 +37,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Memory that each worker lends to a prefix pool, with its unit. Empty: no pool."""
     pool_master: str = ""
     """`host:port` of the pool's master. Empty: one is started if there is a pool."""
+    streams: bool = False
+    """Decode reads while prefill computes, and the proxy asks both at once."""
 
     def with_master(self, address: str) -> Plan:
         """The same with this master."""
@@ -40,10 +50,9 @@ def engine_specs(plan: Plan, *, cpus: frozenset[int], cpu_environment: dict[str,
     assert bool(plan.pool_segment) == bool(plan.pool_master)
     placed = servers.placements(cpus, plan.num_prefill + plan.num_decode)
 
-    def extra(role: str) -> dict[str, object] | None:
-        if not plan.pool_master:
-            return None
-        return servers.pool_settings(role, plan.pool_master, plan.pool_segment)
+    def extra(role: str) -> dict[str, object]:
+        pool = servers.pool_settings(role, plan.pool_master, plan.pool_segment) if plan.pool_master else {}
+        return {**pool, "transfer_mode": "stream"} if plan.streams else pool
 
     roles = (
         ("prefill", plan.num_prefill, plan.prefill_environment),
@@ -77,13 +86,14 @@ def pool_options(master: Server) -> str:
     return f"--master {master.rpc_address} --metrics {master.url.removeprefix('http://')}"
 
 
-def bring_up(cluster: LocalCluster, specs: list[servers.ServerSpec], console: Console) -> None:
+def bring_up(cluster: LocalCluster, specs: list[servers.ServerSpec], console: Console, *, streams: bool = False) -> None:
     """Start the engines, wait for them, then start the proxy before them and wait for it."""
     for spec in specs:
         cluster.start(spec)
     with startup.progress(console, cluster) as show:
         cluster.wait_ready(on_poll=show)
-        cluster.start(servers.proxy(*([server.url for server in cluster.with_role(role)] for role in servers.KV_ROLES)))
+        urls = ([server.url for server in cluster.with_role(role)] for role in servers.KV_ROLES)
+        cluster.start(servers.proxy(*urls, arguments=("--flow", "concurrent") if streams else ()))
         cluster.wait_ready(on_poll=show)
 
 
@@ -115,6 +125,10 @@ def launch(
     pool_master: str = typer.Option(
         "", metavar="HOST:PORT", help="Share prefixes through the pool with this master, and start none."
     ),
+    transfer_mode: TransferMode = typer.Option(
+        TransferMode.after_prefill,
+        help="When decode reads: once prefill has ended, or what prefill has computed while it computes the rest.",
+    ),
     pool_segment: str = typer.Option(DEFAULT_SEGMENT, metavar="SIZE", help="Memory each worker lends to the pool."),
     prefill_env: list[str] = typer.Option([], help="KEY=VALUE for the prefill engines only; may be repeated."),
     decode_env: list[str] = typer.Option([], help="KEY=VALUE for the decode engines only; may be repeated."),
@@ -136,6 +150,7 @@ def launch(
         decode_environment=environment_option(decode_env, "--decode-env"),
         pool_segment=pool_segment if prefix_pooling or pool_master else "",
         pool_master=pool_master,
+        streams=transfer_mode is TransferMode.stream,
     )
     console = Console(stderr=as_json_line, quiet=as_json_line)
     try:
@@ -162,7 +177,8 @@ def _run(cluster: LocalCluster, plan: Plan, console: Console) -> None:
     environment = servers.cpu_environment(os.environ)
     if plan.pool_master:
         environment |= servers.pool_environment(os.environ)
-    bring_up(cluster, engine_specs(plan, cpus=frozenset(os.sched_getaffinity(0)), cpu_environment=environment), console)
+    specs = engine_specs(plan, cpus=frozenset(os.sched_getaffinity(0)), cpu_environment=environment)
+    bring_up(cluster, specs, console, streams=plan.streams)
 
 
 def environment_option(assignments: list[str], option: str) -> dict[str, str]:
