@@ -7,6 +7,7 @@
     hits       time to first token of pool hits with real engines, beside vLLM's own store connector
     pd         prefill and decode on two engines, beside one plain engine and peers
     scale      CPU, messages and actions of a request in our machines, as prompts, concurrency and engines grow
+    proxy      requests a second, added latency and CPU of our proxy, beside none and vllm-router
     page       reports of earlier runs as a page of the documentation
 
 What they share: `run` (one run), `rounds` (samples in turns, each round in an order of its own), `foreign_cpu` (noise),
@@ -22,6 +23,7 @@ from vllm_mooncake_ascend.cli.bench.micro import micro
 from vllm_mooncake_ascend.cli.bench.page import page
 from vllm_mooncake_ascend.cli.bench.pd import pd
 from vllm_mooncake_ascend.cli.bench.pool import pool
+from vllm_mooncake_ascend.cli.bench.proxy import proxy
 from vllm_mooncake_ascend.cli.bench.scale import scale
 from vllm_mooncake_ascend.cli.bench.transfer import transfer
 from vllm_mooncake_ascend.cli.bench.waiting import waiting
@@ -30,6 +32,6 @@ from vllm_mooncake_ascend.cli.bench.waiting import waiting
 def register(app: typer.Typer) -> None:
     """Add `bench` with its measurements to the command line."""
     bench = typer.Typer(help="Measure, with something to compare with in the same run.", no_args_is_help=True)
-    for measurement in (waiting, micro, transfer, pool, hits, pd, scale, page):
+    for measurement in (waiting, micro, transfer, pool, hits, pd, scale, proxy, page):
         bench.command()(measurement)
     app.add_typer(bench, name="bench")
