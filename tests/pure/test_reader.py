@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import pytest
 
 from tests.pure.stage import Stage, T
 from vllm_mooncake_ascend import limits
-from vllm_mooncake_ascend.p2p import actions, counters, events
+from vllm_mooncake_ascend.p2p import actions, counters, events, reader
 from vllm_mooncake_ascend.p2p.reader import Reader
 from vllm_mooncake_ascend.p2p.settings import ReaderSettings
 from vllm_mooncake_ascend.types import Outcome, RequestId
@@ -74,6 +77,41 @@ def test_reads_take_turns() -> None:
 
     assert [("short", Outcome.DONE)] == ends(done)
     assert call("long", 1) in done
+
+
+def num_lines(do: Callable[[], object]) -> int:
+    """Lines of the reader's code that run, each turn of a loop anew."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal count
+        if frame.f_code.co_filename != reader.__file__:
+            return None
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        do()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def test_reads_that_wait_for_parts_cost_the_others_nothing() -> None:
+    """Goal: a decode engine may read from hundreds of prefills that run. Method: lines of code for the same call of another
+    read, beside few that wait and beside many."""
+
+    def lines_beside(num_waiting: int) -> int:
+        stage = ReaderStage()
+        for number in range(num_waiting):
+            part = {"transfer_id": T, "request_id": RequestId(f"w{number}"), "session": "s", "num_calls": 1, "is_last": False}
+            stage.feed(events.ReadPlanned(**part))
+            stage.call_ended(f"w{number}")
+        return num_lines(lambda: (stage.plan("r", 1), stage.call_ended("r")))
+
+    assert lines_beside(2) == lines_beside(100)
 
 
 def test_a_read_without_calls_is_done() -> None:

@@ -137,7 +137,8 @@ class Reader:
         self._settings = settings
         self._law = law
         self._reads: dict[RequestId, Read] = {}
-        """In order of turns."""
+        self._queue: dict[RequestId, Read] = {}
+        """QUEUED reads, in order of turns: to find the next one must not cost a look at all that wait."""
         self._calling: Read | None = None
         self._call_index = 0
         """Of the call under way."""
@@ -236,10 +237,9 @@ class Reader:
 
     def _next_call(self, now: float) -> None:
         """Start a call of the read whose turn it is, unless one is under way."""
-        read = next((read for read in self._reads.values() if read.state is ReadState.QUEUED), None)
-        if self._calling is not None or read is None:
+        if self._calling is not None or not self._queue:
             return
-        self._calling = read
+        read = self._calling = next(iter(self._queue.values()))
         if read.started_at_s is None:
             read.started_at_s = now
         self._move(read, ReadInput.TURN, ReadState.CALLING)
@@ -267,7 +267,6 @@ class Reader:
         if read.state is ReadState.STOPPING and not (read.is_whole and read.next_call == read.num_calls):
             self._end(read, ReadInput.CALL_DONE, Outcome.FAILED, read.stop_reason, now)
         else:
-            self._reads[read.request_id] = self._reads.pop(read.request_id)
             self._go_on(read, ReadInput.CALL_DONE, now)
 
     # --- ends ---------------------------------------------------------------------------------------------------------
@@ -310,6 +309,10 @@ class Reader:
     def _move(self, read: Read, what: ReadInput, after: ReadState) -> None:
         before, read.state = read.state, after
         self._law.check(before, what, after)
+        if before is ReadState.QUEUED and after is not ReadState.QUEUED:
+            del self._queue[read.request_id]
+        elif after is ReadState.QUEUED and before is not ReadState.QUEUED:
+            self._queue[read.request_id] = read
 
     def _count(self, name: str, reason: str = counters.NO_REASON) -> None:
         self._actions.append(actions.Count(name=name, reason=reason))
