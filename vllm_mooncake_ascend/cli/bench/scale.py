@@ -59,6 +59,11 @@ def scale(
         measure_series(this, "request, by those ended", scale_loads.remembered_loads(sizes, remembered))
     if "engines" in parts:
         measure_series(this, "request, by engines", scale_loads.engine_loads(sizes, engines))
+        this.note(
+            "Engines take turns: with half of each, all others have been served since a request's two engines were last, so that "
+            "their state is in no cache of the core, where in production every engine has a core. What that costs shows where "
+            "caches are emptied on purpose; what more engines cost beyond that does not."
+        )
     if "first" in parts:
         measure_series(this, "first of a pair, by engines", scale_loads.first_loads(sizes, engines))
     if "renewals" in parts:

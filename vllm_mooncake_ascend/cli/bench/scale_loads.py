@@ -4,7 +4,8 @@ prompts       one request at a time, between the same two engines
 at once       so many requests, each stage of all of them before the next
 remembered    one request at a time, where prefill still remembers so many that ended
 engines       one request at a time, between engines that have met: one decode engine and many prefill engines, one
-              prefill engine and many decode engines, or half of each, where every decode engine has met a few
+              prefill engine and many decode engines, or half of each, where every decode engine has met a few; beside
+                  them two engines with emptied caches, for what it costs that many engines share one core's here
 first         the first request between two engines, with its handshake; one decode engine meets all others
 renewals      so many requests wait; their leases are renewed once
 """
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
+import numpy as np
 
 from vllm_mooncake_ascend import limits
 from vllm_mooncake_ascend.cli.bench.rounds import cpu_s_per_call
@@ -28,6 +30,9 @@ FLEET_REQUEST_S = 1e-3
 MET = 8
 """Prefill engines that each decode engine of a mesh has met."""
 NUM_RENEWALS = 4
+NUM_COLD = 16
+_CACHE_FILL = np.zeros(16 << 20, dtype=np.uint8)
+"""More than the caches that belong to one core."""
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,6 +108,21 @@ def remembered_loads(sizes: Sizes, nums_remembered: Sequence[int]) -> list[Load]
     return loads
 
 
+class ColdLoad(Load):
+    """The work of another load, each request with nothing of it in the core's own caches: what a request costs where the state
+    of its engines was not touched for long."""
+
+    def take(self) -> float:
+        """Of a few requests."""
+        cpu_s = 0.0
+        for _ in range(NUM_COLD):
+            _CACHE_FILL[:] += 1
+            started_s = time.thread_time()
+            self.serve()
+            cpu_s += time.thread_time() - started_s
+        return 1e6 * cpu_s / NUM_COLD
+
+
 def engine_loads(sizes: Sizes, nums_engines: Sequence[int]) -> list[Load]:
     """More engines that have met, in three shapes."""
     loads = []
@@ -115,7 +135,14 @@ def engine_loads(sizes: Sizes, nums_engines: Sequence[int]) -> list[Load]:
             for _ in pairs:
                 serve()
             loads.append(Load(sizes, fleet, f"{mode}, {shape}", size=num, case=f"{num:,} engines", num_requests=1, serve=serve))
-    return loads
+    return loads + [_cold_load(sizes, mode) for mode in (AT_END, STREAM)]
+
+
+def _cold_load(sizes: Sizes, mode: str) -> Load:
+    fleet = _fleet(sizes, mode)
+    serve = _one_by_one(fleet, _jobs(fleet, sizes, 1), pace_s=FLEET_REQUEST_S)
+    serve()
+    return ColdLoad(sizes, fleet, f"{mode}, caches emptied", size=2, case="2 engines", num_requests=1, serve=serve)
 
 
 class FirstLoad(Load):
