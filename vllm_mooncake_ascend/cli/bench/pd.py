@@ -17,7 +17,7 @@ import typer
 
 from vllm_mooncake_ascend.cli.bench import run
 
-SUBJECTS = ("after_prefill", "stream")
+SUBJECTS = ("after_prefill", "stream", "in_tree", "nixl")
 PARTS = ("first", "single", "burst", "between")
 TOKENS = (1025, 2049, 4097)
 _AGAIN = "may be given again; all by default"

@@ -31,7 +31,8 @@ SETTLE_S = 1.3
 IDLE_S = 1.5
 """Window in which running requests are watched before somebody comes."""
 RUNNING_PROMPT = 128
-RUNNING_TOKENS = 800
+RUNNING_TOKENS = 3_900
+"""More than come in the time; a small model makes hundreds a second."""
 RUNNING_WAIT_S = 30.0
 RUNNING_MIN_TOKENS = 5
 POLL_S = 0.02

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from vllm_mooncake_ascend.cli.bench import pd_measures, pd_subjects
+from vllm_mooncake_ascend.cli.bench import pd_measures, pd_subjects, peers, peers_install
 from vllm_mooncake_ascend.cli.bench.pd_sets import Outcome, Plan, measure_subject
 from vllm_mooncake_ascend.cli.bench.pd_subjects import Options, Subject
+from vllm_mooncake_ascend.cli.bench.peers_install import PeerMissing
 from vllm_mooncake_ascend.cli.bench.run import Run
 from vllm_mooncake_ascend.cli.local_cluster import ServerFailed
+
+
+def nixl() -> Subject:
+    """NIXL's connector, installed if it is not.
+
+    Raises:
+        PeerMissing: it cannot be installed.
+    """
+    folder = peers_install.install_nixl()
+    return peers.nixl(folder, peers_install.NIXL_VERSION, os.environ.get("PYTHONPATH", ""))
+
 
 MAKERS: Mapping[str, Callable[[], Subject]] = {
     "after_prefill": pd_subjects.after_prefill,
     "stream": pd_subjects.stream,
+    "in_tree": peers.in_tree,
+    "nixl": nixl,
 }
 
 
@@ -20,7 +35,11 @@ def measure_all(run: Run, subjects: Sequence[str], options: Options, plan: Plan)
     """Measure these, and add to the run's notes. Returns what must not be: where ours failed or answered wrongly."""
     problems: list[str] = []
     for key in subjects:
-        subject = MAKERS[key]()
+        try:
+            subject = MAKERS[key]()
+        except PeerMissing as error:
+            run.note(f"{key}: not measured: {error}")
+            continue
         try:
             outcome = measure_subject(run, subject, options, plan)
         except ServerFailed as error:

@@ -23,7 +23,7 @@ MAX_BATCHED_TOKENS = 512
 KV_CACHE_GIB = 1
 ROOM_TOKENS = 64
 """Of an engine's context, beside the prompt."""
-MIN_CONTEXT = 1024
+MIN_CONTEXT = 4096
 """For the requests that run on decode."""
 SIDES = ("prefill", "decode")
 

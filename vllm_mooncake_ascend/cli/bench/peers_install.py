@@ -1,0 +1,53 @@
+"""Installs a peer's library for `bench pd` into a folder of its own under build/, never into the product's environment.
+
+Without what it depends on: what vLLM needs is there, and nothing of it may be replaced.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from vllm_mooncake_ascend.errors import MooncakeAscendError
+
+PEERS = Path("build/peers")
+NIXL_VERSION = "1.5.1"
+NIXL_PACKAGES = (f"nixl=={NIXL_VERSION}", f"nixl-cu12=={NIXL_VERSION}")
+INSTALL_S = 300.0
+_DONE = "installed"
+"""A file that says that a folder is whole."""
+
+
+class PeerMissing(MooncakeAscendError):
+    """A peer's library could not be installed."""
+
+
+def install_nixl() -> Path:
+    """The folder with NIXL in it; a second call finds it done.
+
+    Raises:
+        PeerMissing: pip failed.
+    """
+    return installed(PEERS / f"nixl-{NIXL_VERSION}", NIXL_PACKAGES)
+
+
+def installed(folder: Path, packages: tuple[str, ...]) -> Path:
+    """`folder` with these packages in it.
+
+    Raises:
+        PeerMissing: pip failed.
+    """
+    marker = folder / _DONE
+    if marker.is_file():
+        return folder
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--upgrade", "--target", str(folder), *packages]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise PeerMissing(f"{' '.join(packages)} could not be installed: {error}") from error
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["pip said nothing"])[-1]
+        raise PeerMissing(f"{' '.join(packages)} could not be installed: {reason}")
+    marker.touch()
+    return folder
