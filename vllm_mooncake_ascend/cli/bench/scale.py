@@ -60,7 +60,7 @@ def scale(
     if "engines" in parts:
         measure_series(this, "request, by engines", scale_loads.engine_loads(sizes, engines))
         this.note(
-            "Engines take turns: with half of each, all others have been served since a request's two engines were last, so that "
+            "Engines take turns: with half of each, all others were served since a request's two engines last were, so that "
             "their state is in no cache of the core, where in production every engine has a core. What that costs shows where "
             "caches are emptied on purpose; what more engines cost beyond that does not."
         )
