@@ -54,8 +54,8 @@ def in_tree() -> Subject:
         flows={IN_TREE: "prefill first", IN_TREE_AT_ONCE: "both at once"},
         bootstrap_url=url,
         remarks=(
-            "vLLM's MooncakeConnector. As shipped it does not start on CPU (torch.accelerator.current_device_index() raises); measured with that one "
-            "call made harmless, over TCP, asked by the bench without a proxy.",
+            "vLLM's MooncakeConnector. As shipped it does not start on CPU (torch.accelerator.current_device_index() "
+            "raises); measured with that one call made harmless, over TCP, asked by the bench without a proxy.",
         ),
     )
 
@@ -87,7 +87,8 @@ def nixl(folder: Path, version: str, search_path: str) -> Subject:
         handover=Handover(prefill={"do_remote_decode": True, "do_remote_prefill": False}),
         flows={NIXL: "prefill first"},
         remarks=(
-            f"vLLM's NixlConnector, NIXL {version} with UCX_TLS={UCX_TRANSPORTS}, otherwise untuned; asked by the bench without a proxy.",
+            f"vLLM's NixlConnector, NIXL {version} with UCX_TLS={UCX_TRANSPORTS}, otherwise "
+            "untuned; asked by the bench without a proxy.",
         ),
     )
 
