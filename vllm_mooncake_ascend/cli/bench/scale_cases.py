@@ -21,6 +21,8 @@ from vllm_mooncake_ascend.cli.bench.scale_loads import Load
 
 FLAT = 1.3
 """Largest over smallest load of a series that is to be flat: what colder caches make of the same work is not what is sought."""
+FLAT_CALLS = 1.02
+"""The same of calls, which no cache changes."""
 LINEAR = 1.1
 """On top of the ratio of two lengths."""
 
@@ -44,7 +46,7 @@ def measure_series(this: Run, name: str, loads: Sequence[Load], *, grows_with_si
     finally:
         gc.unfreeze()
     for subject, found in by_subject.items():
-        _count_ends(this, name, subject, found)
+        _count_ends(this, name, subject, found, is_flat=not grows_with_size)
 
 
 def _measure(name: str, load: Load) -> Measure:
@@ -57,10 +59,10 @@ def _comparison(measures: Mapping[Load, Measure], loads: Sequence[Load], *, grow
     return Comparison(above=measures[above], below=measures[below], goal=Goal(limit=limit, is_ceiling=True))
 
 
-def _count_ends(this: Run, name: str, subject: str, loads: Sequence[Load]) -> None:
+def _count_ends(this: Run, name: str, subject: str, loads: Sequence[Load], *, is_flat: bool) -> None:
     """Counts, and a profile, of the smallest and the largest load of a subject."""
     ends = [loads[0], loads[-1]] if len(loads) > 1 else [loads[0]]
-    costs, sent = [], []
+    costs, sent, calls = [], [], {}
     for load in ends:
         counts = _counts(load)
         costs.append(
@@ -71,21 +73,31 @@ def _count_ends(this: Run, name: str, subject: str, loads: Sequence[Load]) -> No
         found = {
             "messages": counts.messages / load.num_requests,
             "actions": counts.actions / load.num_requests,
-            "calls of our functions": scale_profile.num_calls(costs[-1]),
         }
         for unit, count in found.items():
-            measure = Measure(name=name, case=load.case, subject=subject, unit=unit, clock="count")
-            this.add({measure: [Sample(value=count, foreign_cores=0.0)]})
+            this.add({_counted(name, load, unit): [_exactly(count)]})
+        calls[_counted(f"{name}, calls", load, "calls")] = [_exactly(scale_profile.num_calls(costs[-1]))]
         sent.append(
             f"{counts.message_bytes / load.num_requests:,.0f} bytes in messages, "
             f"{counts.order_blocks / load.num_requests:,.0f} block ids in orders to workers"
         )
+    below, *above = calls
+    goal = Goal(limit=FLAT_CALLS, is_ceiling=True) if is_flat else None
+    this.add(calls, [Comparison(above=one, below=below, goal=goal) for one in above])
     if len(ends) == 2:
         path = f"{name}, {subject}, {ends[0].case} -> {ends[1].case}"
         if sent[0] != sent[1]:
             this.note(f"Sent for {path}: {sent[0]} -> {sent[1]}.")
         if scale_profile.own_us(costs[1]) > FLAT * scale_profile.own_us(costs[0]):
             this.note(f"Profile of {path}, own time in so many calls: {scale_profile.dearest(*costs)}.")
+
+
+def _counted(name: str, load: Load, unit: str) -> Measure:
+    return Measure(name=name, case=load.case, subject=load.subject, unit=unit, clock="count")
+
+
+def _exactly(count: float) -> Sample:
+    return Sample(value=count, foreign_cores=0.0)
 
 
 def _counts(load: Load) -> Counts:
