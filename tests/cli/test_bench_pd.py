@@ -98,13 +98,13 @@ def test_ratios_are_of_one_case() -> None:
 @pytest.mark.parametrize(("parts", "count"), [(("first",), 0), (("single",), 3), (PARTS, 5)])
 def test_parts_make_the_cases_of_a_round(parts: tuple[str, ...], count: int) -> None:
     """Goal: each length by itself, the others once."""
-    assert count == len(pd_sets.cases_of(pd_sets.Plan(tokens=TOKENS, parts=parts)))
+    assert count == len(pd_sets.cases_of(pd_sets.Plan(tokens=TOKENS, parts=parts, set_s=60.0)))
 
 
 @pytest.mark.parametrize(("tokens", "expected"), [((1025, 2049, 4097), 2049), ((300, 900), 900)])
 def test_cpu_is_measured_at_one_length(tokens: tuple[int, ...], expected: int) -> None:
     """Goal: 2,049 tokens if asked for, else the longest."""
-    assert expected == pd_sets.Plan(tokens=tokens, parts=("single",)).cpu_tokens
+    assert expected == pd_sets.Plan(tokens=tokens, parts=("single",), set_s=60.0).cpu_tokens
 
 
 # --- engines -----------------------------------------------------------------------------------------------------------

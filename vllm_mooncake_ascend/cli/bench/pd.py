@@ -36,6 +36,7 @@ def pd(
     ),
     parts: list[str] = typer.Option(PARTS, "--part", help=f"first, single, burst or between; {_AGAIN}."),
     rounds: int = typer.Option(7, min=1, help="Samples of each figure but of the first request, of which there is one a set."),
+    set_minutes: float = typer.Option(15.0, min=0.5, help="Time for the rounds of one set; then it is cut short."),
     seed: int = run.SEED,
     max_foreign_cores: float = run.FOREIGN_CORES,
     json_path: Path = run.JSON,
@@ -54,7 +55,7 @@ def pd(
     _refuse_unknown([dtype], tuple(NEAR_TIES), "--dtype")
     this = run.Run("bench pd", num_rounds=rounds, seed=seed, max_foreign_cores=max_foreign_cores)
     options = Options(model=model, dtype=dtype, max_tokens=max(tokens))
-    plan = Plan(tokens=tuple(sorted(set(tokens))), parts=tuple(dict.fromkeys(parts)))
+    plan = Plan(tokens=tuple(sorted(set(tokens))), parts=tuple(dict.fromkeys(parts)), set_s=60 * set_minutes)
     try:
         problems = measure_all(this, tuple(dict.fromkeys(subjects)), options, plan)
     except KeyboardInterrupt:

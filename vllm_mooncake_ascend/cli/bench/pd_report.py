@@ -75,8 +75,9 @@ def notes_of(subject: Subject, outcome: Outcome) -> Iterator[str]:
     if outcome.moved is not None:
         came = outcome.moved.missing or "all came"
         yield f"{subject.name}: decode was to read KV of {outcome.moved.expected_tokens:,} tokens; {came}."
-    if outcome.broken:
-        yield f"{subject.name}: broke off: {outcome.broken}"
+    for text in (outcome.broken and f"broke off: {outcome.broken}", outcome.cut_short and f"cut short: {outcome.cut_short}"):
+        if text:
+            yield f"{subject.name}: {text}"
 
 
 def faults_of(outcome: Outcome) -> Iterator[str]:

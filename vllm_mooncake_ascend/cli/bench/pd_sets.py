@@ -42,6 +42,8 @@ class Plan:
 
     tokens: tuple[int, ...]
     parts: tuple[str, ...]
+    set_s: float
+    """Time for the rounds of one set; there are peers that take half a minute for a token."""
 
     @property
     def cpu_tokens(self) -> int:
@@ -63,6 +65,8 @@ class Outcome:
     moved: Moved | None = None
     broken: str = ""
     """Why it ended too soon."""
+    cut_short: str = ""
+    """How far it came in its time; empty: it came to the end."""
 
     def add(self, taken: Taken) -> None:
         for measure, sample in taken.samples.items():
@@ -183,17 +187,25 @@ class _Asking:
     async def _rounds(self, settings: Sequence[Setting], plan: Plan, on_step: Callable[[str], None]) -> None:
         turns = [(setting, case) for setting in settings[:1] for case in cases_of(plan)]
         turns += [(setting, case) for setting in settings[1:] for case in cases_of(plan.for_another_flow())]
+        deadline_s = time.monotonic() + plan.set_s
         for number in range(self._num_rounds):
             on_step(f"round {number + 1} of {self._num_rounds}")
             for setting, case in self._order.sample(turns, k=len(turns)):
-                try:
-                    self._outcome.add(await case(setting))
-                except RequestFailed as error:
-                    if self._subject.is_ours:
-                        raise
-                    setting.tally.num_failed += 1
-                    setting.tally.last_failure = str(error)
-                    await asyncio.sleep(pd_cases.SETTLE_S)
+                if time.monotonic() > deadline_s:
+                    self._outcome.cut_short = f"{number} of {self._num_rounds} rounds whole after {plan.set_s / 60:.0f} minutes"
+                    return
+                await self._take(setting, case)
+
+    async def _take(self, setting: Setting, case: Case) -> None:
+        """One case; the failure of a peer is counted, ours ends the set."""
+        try:
+            self._outcome.add(await case(setting))
+        except RequestFailed as error:
+            if self._subject.is_ours:
+                raise
+            setting.tally.num_failed += 1
+            setting.tally.last_failure = str(error)
+            await asyncio.sleep(pd_cases.SETTLE_S)
 
     async def _moved(self, session: aiohttp.ClientSession) -> Moved:
         """Read off decode's metrics, which come with the output of steps: so it is given one to make."""
