@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.test_crashes import FAT_TOKENS, LATE_BYTES_S, LEASE_TTL_S, RECOMPUTE_S
 from vllm_mooncake_ascend.testing.engine_pair import EnginePair, Prompt, random_prompt
-from vllm_mooncake_ascend.testing.engine_process import Running
+from vllm_mooncake_ascend.testing.engine_process import RequestRefused, Running
 
 pytestmark = pytest.mark.engine
 
@@ -115,13 +115,17 @@ def test_a_client_leaves_in_mid_stream(pair: EnginePair, leaves: str) -> None:
 
 
 def test_a_reset_in_mid_stream(pair: EnginePair) -> None:
-    """Goal: what was read of KV that is void is not used. Method: with chunks read, spoil and reset prefill's cache with its
-    running request, which computes anew."""
+    """Goal: what was read of KV that is void is not used. Method: with chunks read, reset prefill's cache with its running
+    request, which computes anew. vLLM refuses that while blocks are offered, and the engine lives; the connector first, then
+    the rest, is the order that works."""
     prompt = random_prompt("reset in stream", 2400)
     expected = pair.expected(prompt)
     prefill, decode = start_streaming(pair, prompt)
 
-    pair.prefill.reset_cache(reset_running_requests=True, reset_connector=True)
+    with pytest.raises(RequestRefused, match="Failed to reset KV cache"):
+        pair.prefill.reset_cache(reset_running_requests=True, reset_connector=True)
+    assert not pair.prefill.reset_cache(reset_connector=True)
+    assert pair.prefill.reset_cache(reset_running_requests=True)
     pair.prefill.release()
     prefill.result()
 
