@@ -53,18 +53,27 @@ def test_a_newcomers_own_step_is_in_the_longest_gap_alone() -> None:
     asked for at 1.0, first token at 1.45 by a step of 0.25, whose end is seen a little later in the other stream."""
     streams = [[0.9, 1.0, 1.1, 1.2, 1.46, 1.56]]
     found = newcomer_gaps(streams, 1.0, 1.45, Gaps(mean_s=0.1, longest_s=0.1))
+    assert found is not None
     assert (0.1, 0.26) == (pytest.approx(found.mean_s), pytest.approx(found.longest_s))
 
 
 def test_a_stall_while_kv_comes_is_in_both() -> None:
     """Goal: what a transfer does to running requests shows."""
     found = newcomer_gaps([[0.9, 1.0, 1.4, 1.5, 1.6]], 1.0, 1.6, Gaps(mean_s=0.1, longest_s=0.1))
+    assert found is not None
     assert (0.25, 0.4) == (pytest.approx(found.mean_s), pytest.approx(found.longest_s))
+
+
+def test_requests_that_stand_still_have_no_gaps() -> None:
+    """Goal: an engine that stalls has no figure instead of a wrong one."""
+    assert None is idle_gaps([[0.0, 0.1], []], 1.0, 2.0)
+    assert None is newcomer_gaps([[0.0, 0.1], []], 1.0, 2.0, Gaps(mean_s=0.1, longest_s=0.1))
 
 
 def test_of_each_running_request_a_gap_counts() -> None:
     """Goal: a transfer within one step still has a figure."""
     found = newcomer_gaps([[0.9, 1.0, 1.1]], 1.05, 1.1, Gaps(mean_s=0.1, longest_s=0.1))
+    assert found is not None
     assert 0.1 == pytest.approx(found.mean_s)
 
 

@@ -106,8 +106,8 @@ async def ask(session: aiohttp.ClientSession, url: str, prompt: Sequence[int], *
                 first_s = time.monotonic() - started_s
             token_ids += [int(name.removeprefix(_TOKEN_ID)) for name in found.get("tokens", ())]
             margins += [_margin(best) for best in found.get("top_logprobs", ())]
-    if first_s is None or len(token_ids) != ANSWER_TOKENS:
-        raise RequestFailed(f"{url} answered {len(token_ids)} of {ANSWER_TOKENS} tokens")
+    if first_s is None or len(token_ids) != ANSWER_TOKENS or len(margins) != ANSWER_TOKENS:
+        raise RequestFailed(f"{url} answered {len(token_ids)} of {ANSWER_TOKENS} tokens, {len(margins)} with the next best one")
     return Answer(token_ids=tuple(token_ids), margins=tuple(margins), first_token_s=first_s)
 
 

@@ -184,7 +184,9 @@ async def _watched_newcomer(
         answer = await ask(setting.session, url, prompt, params=params)
         foreign = noise.cores()
     idle = idle_gaps(streams, asked_s - IDLE_S, asked_s)
-    newcomer = newcomer_gaps(streams, asked_s, asked_s + answer.first_token_s, idle)
+    newcomer = newcomer_gaps(streams, asked_s, asked_s + answer.first_token_s, idle) if idle is not None else None
+    if idle is None or newcomer is None:
+        raise RequestFailed(f"{url}: requests that were to run stood still")
     return answer, _gap_samples(len(prompt), subject, idle, newcomer, foreign)
 
 

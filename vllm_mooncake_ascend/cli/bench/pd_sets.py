@@ -131,10 +131,9 @@ class _Asking:
                 settings = await self._settings(session)
                 await self._first(settings, plan)
                 await self._rounds(settings, plan, on_step)
-            except RequestFailed as error:
-                self._outcome.broken = str(error)
-                return
-            self._outcome.moved = await self._moved(session)
+                self._outcome.moved = await self._moved(session)
+            except (RequestFailed, aiohttp.ClientError, TimeoutError) as error:
+                self._outcome.broken = str(error) or repr(error)
 
     async def _settings(self, session: aiohttp.ClientSession) -> list[Setting]:
         """One for each flow."""
