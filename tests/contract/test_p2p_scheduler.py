@@ -58,7 +58,7 @@ def layout() -> RankLayout:
 
 
 @contextlib.contextmanager
-def scheduler(role: str, *, model: str = "m", **extra: object) -> Iterator[P2PScheduler]:
+def scheduler(role: str, *, model: str = "m", streams: bool = False, **extra: object) -> Iterator[P2PScheduler]:
     """A running scheduler shell of a strict engine on loopback."""
     config, _ = parse_p2p(
         {"side_channel_host": "127.0.0.1", **extra},
@@ -73,7 +73,7 @@ def scheduler(role: str, *, model: str = "m", **extra: object) -> Iterator[P2PSc
         consumes=role in ("decode", "both"),
     )
     fingerprint = compatibility.fingerprint({"model": model}, (layout(),), protocol_version=1)
-    made.start((layout(),), fingerprint, num_blocks=8, can_report_unknown_at_once=True)
+    made.start((layout(),), fingerprint, num_blocks=8, can_report_unknown_at_once=True, publishes=streams, reads_early=streams)
     try:
         yield made
     finally:
@@ -131,17 +131,27 @@ def remote_tokens(decode: P2PScheduler) -> int:
 
 def read(decode: P2PScheduler, outcome: Outcome) -> list[Any]:
     """Allocate blocks 2 and 3, let the workers' read end; what the scheduler thread was told to do from then on."""
+    allocate(decode, NUM_TOKENS)
+    order = next(action.order for action in taken(decode, actions.OrderRead) if isinstance(action, actions.OrderRead))
+    decode.feed_consumer(events.RankReadEnded(ended=read_ended(order.transfer_id, outcome)))
+    return taken(decode, actions.ReportReceive)
+
+
+def allocate(decode: P2PScheduler, num_tokens: int) -> None:
+    """vLLM gives blocks 2 and 3."""
     allocated = events.BlocksAllocated(
         request_id=D1,
         num_local_tokens=0,
-        num_remote_tokens=NUM_TOKENS,
+        num_remote_tokens=num_tokens,
         block_ids=((2, 3),),
         loaded_block_ids=(2, 3),
     )
     decode.feed_consumer(allocated)
-    order = next(action.order for action in taken(decode, actions.OrderRead) if isinstance(action, actions.OrderRead))
-    ended = ReadEnded(
-        transfer_id=order.transfer_id,
+
+
+def read_ended(transfer_id: TransferId, outcome: Outcome) -> ReadEnded:
+    return ReadEnded(
+        transfer_id=transfer_id,
         request_id=D1,
         rank=0,
         outcome=outcome,
@@ -150,8 +160,6 @@ def read(decode: P2PScheduler, outcome: Outcome) -> list[Any]:
         num_descriptors=2,
         seconds=0.01,
     )
-    decode.feed_consumer(events.RankReadEnded(ended=ended))
-    return taken(decode, actions.ReportReceive)
 
 
 def reports(done: list[Any]) -> list[bool]:
@@ -289,7 +297,8 @@ def hostile(randomness: random.Random, expected: str) -> messages.FromReader | m
         "transfers": (("t1", str(D1)),) * randomness.randrange(3),
         "gone": (("t1", str(D1)),) * randomness.randrange(3),
         "reason": "hostile",
-        "version": randomness.randrange(3),
+        "streams": randomness.random() < 0.5,
+        "version": randomness.randrange(4),
         "fingerprint": {"model": "m"} if randomness.random() < 0.5 else {},
         "ranks": (layout(),) * randomness.randrange(3),
         "state": randomness.choice(["pending", "ready"]),
@@ -309,7 +318,12 @@ def hostile(randomness: random.Random, expected: str) -> messages.FromReader | m
 def test_any_messages_of_readers_leave_a_prefill_engine_serving(seed: int) -> None:
     """Goal: a hostile reader costs nothing. Method: 2,000 random valid messages around a transfer; strict mode raises bugs."""
     randomness = random.Random(seed)
-    with scheduler("prefill") as prefill, zmq.Context() as context, context.socket(zmq.DEALER) as reader:
+    is_streaming = bool(seed % 2)
+    with (
+        scheduler("prefill", streams=is_streaming) as prefill,
+        zmq.Context() as context,
+        context.socket(zmq.DEALER) as reader,
+    ):
         reader.linger = 0
         reader.connect(f"tcp://{prefill.address}")
         body = prefilled(prefill)
@@ -323,7 +337,12 @@ def test_any_messages_of_readers_leave_a_prefill_engine_serving(seed: int) -> No
 def test_any_messages_of_a_producer_leave_a_decode_engine_serving(seed: int) -> None:
     """Goal: a hostile producer costs its own requests. Method: it answers with random valid messages; then a good one."""
     randomness = random.Random(seed)
-    with scheduler("decode") as decode, zmq.Context() as context, context.socket(zmq.ROUTER) as producer:
+    is_streaming = bool(seed % 2)
+    with (
+        scheduler("decode", streams=is_streaming) as decode,
+        zmq.Context() as context,
+        context.socket(zmq.ROUTER) as producer,
+    ):
         producer.linger = 0
         producer.rcvtimeo = int(WAIT_S * 1e3)
         port = producer.bind_to_random_port("tcp://127.0.0.1")
@@ -332,12 +351,18 @@ def test_any_messages_of_a_producer_leave_a_decode_engine_serving(seed: int) -> 
             transfer = {**body, "remote_port": port, "remote_incarnation": "hostile"}
             arrive(decode, transfer)
             peer, _ = producer.recv_multipart()
+            is_allocated = False
             for _ in range(500):
                 message = hostile(randomness, "hostile")
                 if isinstance(message, get_args(messages.FromProducer)):
                     producer.send_multipart([peer, codec.encode(message)])
+                if not is_allocated and (num_tokens := decode.remote_tokens(D1, 0)):
+                    allocate(decode, num_tokens)
+                    is_allocated = True
             decode.wait(0.2)
             decode.feed_consumer(events.RequestEnded(request_id=D1))
+            if is_allocated:  # the ranks of a read that was stopped end it
+                decode.feed_consumer(events.RankReadEnded(ended=read_ended(transfer["transfer_id"], Outcome.FAILED)))
             decode.drain()
             arrive(decode, body)
             assert remote_tokens(decode) == NUM_TOKENS
