@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import zmq
 
 shm_broadcast = pytest.importorskip("vllm.distributed.device_communicators.shm_broadcast")
 
@@ -28,6 +30,19 @@ def queue() -> Iterator[tuple[object, object]]:
     yield writer, reader
     for end in (reader, writer):
         end.shutdown()
+        close_sockets(end)
+
+
+def close_sockets(end: Any) -> None:
+    """vLLM leaves its sockets to the garbage collector, whose moment is some other test's."""
+    held = [value for holder in (end, end._spin_condition) for value in vars(holder).values()]
+    sockets = [value for value in held if isinstance(value, zmq.Socket)]
+    contexts = {id(socket.context): socket.context for socket in sockets}
+    for socket in sockets:
+        socket.close(linger=0)
+    for context in contexts.values():
+        if context is not zmq.Context.instance():
+            context.destroy(linger=0)
 
 
 def test_a_reader_finds_what_it_was_not_woken_for(queue: tuple[object, object], monkeypatch: pytest.MonkeyPatch) -> None:

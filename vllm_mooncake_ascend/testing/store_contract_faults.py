@@ -110,11 +110,11 @@ def _master_dies(world: StoreWorld, store: KVStore) -> None:
 def stopped_master_is_noticed(world: StoreWorld) -> None:
     """It is frozen: calls end within the bound and say that it is lost; when it goes on, all is as before."""
     owner, store = world.owner(), connected(world)
-    keys = names("kept", 2)
-    owner.put(keys, 4 * KIB)
+    keys, others = names("kept", 2), names("others", 2)  # what is to be removed may be, when the master goes on
+    owner.put(keys + others, 4 * KIB)
     target = memory_for(store, 2, 4 * KIB)
     world.stop_master()
-    for call in (lambda: store.exists(keys), lambda: store.remove(keys, prefix="kept/")):
+    for call in (lambda: store.exists(keys), lambda: store.remove(others, prefix="others/")):
         answer = timed(world, call)
         assert {KeyOutcome.UNKNOWN, KeyOutcome.REFUSED} >= set(answer.outcomes)
         assert answer.is_lost
