@@ -32,10 +32,10 @@ types: setup
 	@$(BIN)/mypy
 
 pure: setup
-	@$(PYTEST) -q tests/pure
+	@$(PYTEST) -q tests/pure tests/tidy tests/proxy
 
 quick: setup
-	@$(PYTEST) -q tests/tidy tests/sim tests/proxy tests/cli
+	@$(PYTEST) -q tests/sim tests/cli
 
 test: models ## the whole test suite but the soak, from nothing if need be
 	@$(PYTEST) -m "not soak"

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from vllm_mooncake_ascend.cli import main
-from vllm_mooncake_ascend.cli.bench import proxy_load, proxy_rounds, proxy_router, proxy_ways
+from vllm_mooncake_ascend.cli.bench import peers_install, proxy_load, proxy_rounds, proxy_router, proxy_ways
 from vllm_mooncake_ascend.cli.bench.report import Report, compared
 from vllm_mooncake_ascend.testing.fake_upstream import FakeVllm, Script
 from vllm_mooncake_ascend.testing.fake_upstream_process import BusyVllm
@@ -123,7 +123,7 @@ def test_the_doubles_serve_a_router_that_mints_no_id_and_remember_nothing() -> N
 def test_a_router_that_cannot_be_installed_is_told(tmp_path: Path) -> None:
     """Goal: the run goes on without it. Method: a folder that is a file."""
     (tmp_path / "file").write_text("")
-    with pytest.raises(proxy_router.RouterMissing, match="could not be installed"):
+    with pytest.raises(peers_install.PeerMissing, match="could not be installed"):
         proxy_router.install(tmp_path / "file" / "environment")
 
 

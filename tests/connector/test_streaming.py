@@ -59,6 +59,16 @@ class Pair:
             assert time.monotonic() < deadline_s, "a request does not end"
             self.step()
 
+    def run_loaded(self, prompt: list[int], request_id: str) -> None:
+        """Step until decode's request runs: on the KV of prefill, which must be that of the prompt."""
+        while self.consumer.status(request_id) != "RUNNING":
+            self.step()
+        self.assert_loaded(prompt, request_id)
+
+    def assert_loaded(self, prompt: list[int], request_id: str) -> None:
+        assert request_id in self.consumer.loaded
+        assert self.consumer.holds_kv(prompt, self.consumer.block_ids(request_id), num_tokens=len(prompt) - 1)
+
     def settle(self) -> None:
         settle(self.producer, self.consumer)
 
@@ -69,11 +79,7 @@ def test_decode_gets_the_prompts_kv(make_engine: Make, num_tokens: int) -> None:
     pair = Pair(make_engine)
     prompt = prompt_of(num_tokens)
     _, request_id = pair.add(prompt)
-    while pair.consumer.status(request_id) != "RUNNING":
-        pair.step()
-
-    assert request_id in pair.consumer.loaded
-    assert pair.consumer.holds_kv(prompt, pair.consumer.block_ids(request_id), num_tokens=num_tokens - 1)
+    pair.run_loaded(prompt, request_id)
     pair.run(request_id)
     assert [10, 11, 12, 13] == pair.consumer.tokens[request_id]
     pair.settle()
@@ -129,10 +135,7 @@ def test_a_longer_local_prefix_is_not_read_again(make_engine: Make) -> None:
     pair.run(primer)
 
     _, request_id = pair.add(prompt)
-    while pair.consumer.status(request_id) != "RUNNING":
-        pair.step()
-
-    assert pair.consumer.holds_kv(prompt, pair.consumer.block_ids(request_id), num_tokens=len(prompt) - 1)
+    pair.run_loaded(prompt, request_id)
     pair.run(request_id)
     assert pair.consumer.take_count("kv_read_bytes_total") == CHUNK * 2 * 2 * 2 * 64 * 4
     pair.settle()
@@ -146,10 +149,7 @@ def test_a_prefix_hit_of_prefill_is_offered_with_its_first_chunk(make_engine: Ma
     pair.producer.run_until(prefix)
 
     _, request_id = pair.add(prompt)
-    while pair.consumer.status(request_id) != "RUNNING":
-        pair.step()
-
-    assert pair.consumer.holds_kv(prompt, pair.consumer.block_ids(request_id), num_tokens=len(prompt) - 1)
+    pair.run_loaded(prompt, request_id)
     pair.run(request_id)
     pair.settle()
 
@@ -208,8 +208,7 @@ def test_a_preempted_prefill_is_read_again(make_engine: Make, asynchronous: bool
             pair.producer.finished[rival] = "abort"
 
     assert num_preemptions >= 1
-    assert request_id in pair.consumer.loaded
-    assert pair.consumer.holds_kv(prompt, pair.consumer.block_ids(request_id), num_tokens=len(prompt) - 1)
+    pair.assert_loaded(prompt, request_id)
     pair.run(request_id)
     assert 1 <= pair.consumer.take_count("reads_begun_again_total")
     assert [10, 11, 12, 13] == pair.consumer.tokens[request_id]
@@ -249,8 +248,7 @@ def test_asynchronous_scheduling_streams_the_same_kv(make_engine: Make) -> None:
     while pair.consumer.status(request_id) != "RUNNING":
         pair.consumer.step()
 
-    assert request_id in pair.consumer.loaded
-    assert pair.consumer.holds_kv(prompt, pair.consumer.block_ids(request_id), num_tokens=len(prompt) - 1)
+    pair.assert_loaded(prompt, request_id)
     pair.run(request_id)
     pair.settle()
 
@@ -260,11 +258,7 @@ def test_each_rank_streams(make_engine: Make) -> None:
     pair = Pair(make_engine, prefill_options={"tensor_parallel": 2}, decode_options={"tensor_parallel": 2})
     prompt = prompt_of(6 * CHUNK + 7)
     _, request_id = pair.add(prompt)
-    while pair.consumer.status(request_id) != "RUNNING":
-        pair.step()
-
-    assert request_id in pair.consumer.loaded
-    assert pair.consumer.holds_kv(prompt, pair.consumer.block_ids(request_id), num_tokens=len(prompt) - 1)
+    pair.run_loaded(prompt, request_id)
     pair.run(request_id)
     pair.settle()
 
@@ -315,10 +309,7 @@ def test_a_prefill_streams_and_saves_into_the_pool(make_engine: Make, pool_maste
     other = make_engine("kv_both", **pool)
     prompt = prompt_of(7 * CHUNK + 9)
     _, request_id = pair.add(prompt)
-    while pair.consumer.status(request_id) != "RUNNING":
-        pair.step()
-    assert request_id in pair.consumer.loaded
-    assert pair.consumer.holds_kv(prompt, pair.consumer.block_ids(request_id), num_tokens=len(prompt) - 1)
+    pair.run_loaded(prompt, request_id)
     pair.run(request_id)
     pair.settle()
 

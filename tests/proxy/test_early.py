@@ -165,6 +165,17 @@ async def test_a_client_that_leaves_ends_both_legs(bench: Any) -> None:
         assert [wish] == [params["transfer_id"] for params in rig.sender.released]
 
 
+async def test_odd_params_of_an_earlier_answer_fail_no_request(bench: Any) -> None:
+    """Goal: what cannot be foretold is asked one leg after the other, as ever. Method: a prefill engine whose params are none
+    of ours."""
+    async with bench(flow="concurrent") as rig:
+        params_for = rig.prefill.params_for
+        rig.prefill.params_for = lambda transfer_id: params_for(transfer_id) | {"remote_port": "none"}
+
+        assert [200, 200] == [(await rig.post())[0] for _ in range(2)]
+        assert ["none", "none"] == [seen.body["kv_transfer_params"]["remote_port"] for seen in rig.decode.generations]
+
+
 async def test_an_answer_of_decode_that_nobody_takes_is_closed(bench: Any) -> None:
     """Goal: no connection is left when decode was faster than a prefill that then fails. Method: decode answers at once."""
     async with bench(flow="concurrent") as rig:
@@ -207,6 +218,8 @@ def test_several_engines_behind_one_url_foretell_nothing() -> None:
         ({"signature": "s"}, b"secret of the cluster", True),
         ({}, b"secret of the cluster", False),
         ({"do_remote_prefill": False}, None, False),
+        ({"remote_port": "none"}, None, False),
+        ({"do_remote_prefill": "yes"}, None, False),
     ],
 )
 def test_who_cannot_know_foretells_nothing(given: dict[str, Any], secret: bytes | None, is_foretold: bool) -> None:

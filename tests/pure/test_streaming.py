@@ -141,6 +141,14 @@ def test_who_says_it_has_read_before_the_end_has_lost() -> None:
     assert [False] == verdicts(stage.read_done())
 
 
+def test_a_table_that_is_another_one_is_pinned_whole() -> None:
+    """Goal: what is offered is pinned, though nobody told of a preemption. Method: progress in other blocks than before."""
+    stage = running()
+    stage.progress(5)
+
+    assert [pin(8, 9)] == others(stage.progress(8, 9))
+
+
 # --- consumer --------------------------------------------------------------------------------------------------------------
 
 
@@ -252,8 +260,9 @@ def test_offers_that_make_no_sense_end_a_waiting_request(state: str, fails: bool
 
 
 def test_offers_that_make_no_sense_stop_a_read() -> None:
-    """Goal: the same with a read under way. Method: fewer blocks than tokens, then blocks of another prompt."""
-    for changes in ({"block_ids": ((5,),)}, {"prompt_digest": b"other"}):
+    """Goal: the same with a read under way. Method: fewer blocks than tokens, blocks of another prompt, and an end that comes
+    before what is to be read."""
+    for changes in ({"block_ids": ((5,),)}, {"prompt_digest": b"other"}, {"block_ids": ((5,),), "num_tokens": 4}):
         stage = at_ready()
         stage.allocate()
         done = stage.offered("ready", **{"block_ids": BLOCKS} | changes)
@@ -396,7 +405,9 @@ def test_a_read_that_waits_can_be_cancelled() -> None:
     stage.plan(0)
     stage.call_ended(0)
 
-    assert [Outcome.FAILED] == [end[0] for end in ends(stage.cancel())]
+    stage.now = 7.0
+
+    assert [(Outcome.FAILED, 10, 0.0)] == ends(stage.cancel())
     assert [] == stage.plan(1, is_last=True)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
@@ -97,21 +98,26 @@ async def ask(session: aiohttp.ClientSession, url: str, model: str, prompt: Prom
             if not prompt.stream:
                 reading.add(await response.json())
             else:
-                await _read_stream(response, reading, where)
+                async for event in stream_events(response, where):
+                    reading.add(event)
     except (aiohttp.ClientError, TimeoutError) as error:
         raise RequestFailed(f"{where} gave no answer within {REQUEST_TIMEOUT_S:.0f} s: {error!r}") from error
     return reading.answer(where)
 
 
-async def _read_stream(response: aiohttp.ClientResponse, reading: _Reading, where: str) -> None:
-    """Feed the events of a server-sent stream into `reading`; every event of vLLM is one `data:` line."""
+async def stream_events(response: aiohttp.ClientResponse, where: str) -> AsyncIterator[dict[str, Any]]:
+    """The events of a server-sent stream; every event of vLLM is one `data:` line.
+
+    Raises:
+        RequestFailed: one of them is an error.
+    """
     async for line in response.content:
         if not line.startswith(b"data:") or line.strip() == b"data: [DONE]":
             continue
         event = json.loads(line[len(b"data:") :])
         if "error" in event:
             raise RequestFailed(f"{where} broke off: {event['error']}")
-        reading.add(event)
+        yield event
 
 
 async def read_metrics(session: aiohttp.ClientSession, url: str) -> dict[str, float]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-import math
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -319,8 +318,7 @@ class P2PSchedulerSide:
         of otherwise before."""
         if self._number_of(chunk.request_id) != chunk.chain:
             return
-        block_tokens = math.lcm(*(group.tokens_per_block for group in self._groups))
-        num_tokens = blocks.whole_block_tokens(chunk.num_tokens, block_tokens)
+        num_tokens = blocks.tokens_of_whole_blocks(chunk.num_tokens, self._groups)
         if num_tokens == 0:
             return
         self._shell.feed_producer(

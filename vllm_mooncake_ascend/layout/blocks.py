@@ -7,6 +7,7 @@ is vLLM's null block: a place holder for positions that nobody needs, never memo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import lcm
 
 from vllm_mooncake_ascend.layout.plane import GroupLayout, Plane
 
@@ -21,6 +22,11 @@ def num_blocks_for(num_tokens: int, tokens_per_block: int) -> int:
 def whole_block_tokens(num_tokens: int, tokens_per_block: int) -> int:
     """The most tokens not above `num_tokens` that end at a block's end."""
     return num_tokens // tokens_per_block * tokens_per_block
+
+
+def tokens_of_whole_blocks(num_tokens: int, groups: Sequence[GroupLayout]) -> int:
+    """The most tokens not above `num_tokens` that end at a block's end in every group."""
+    return whole_block_tokens(num_tokens, lcm(*(group.tokens_per_block for group in groups)))
 
 
 def tokens_per_kernel_block(group: GroupLayout) -> int:

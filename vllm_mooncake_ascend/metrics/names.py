@@ -120,7 +120,10 @@ _DECODE = (
     _counted(counters.READS_ENDED, "Reads that ended, per worker.", by="outcome"),
     _counted(counters.READ_BYTES, "KV bytes read from prefill engines."),
     _counted(counters.READ_DESCRIPTORS, "Byte runs given to the transfer engine."),
-    _counted(counters.READ_SECONDS, "Seconds of all reads, each from its first engine call to its last."),
+    _counted(
+        counters.READ_SECONDS,
+        "Seconds of all reads, each from its first engine call to its last, less its waits for prefill.",
+    ),
     _counted(counters.READS_OVERDUE, "Reads that a worker did not end within every bound it has."),
     _counted(counters.QUARANTINES, "Reads of unknown outcome, whose blocks stay out of use for a while."),
     _counted(counters.PEERS_LOST, "Prefill engines that fell silent, broke off, left or restarted.", by="reason"),

@@ -142,12 +142,13 @@ class Transfer:
     def unpinned_blocks(self, block_ids: BlockTable) -> tuple[int, ...]:
         """The blocks of a table that no pin of this transfer holds, each once; never the null block 0.
 
-        Within one generation a table only grows, and what was published of it is pinned: that is not looked at again.
+        What was published is pinned: of a table that goes on from there only the rest is looked at.
         """
-        pinned = {block_id for pin in self.pins for block_id in pin} if not self.block_ids else frozenset[int]()
-        published = [len(table) for table in self.block_ids] or [0] * len(block_ids)
-        tails = tuple(table[start:] for table, start in zip(block_ids, published, strict=True))
-        return tuple(block_id for block_id in blocks_of(tails) if block_id not in pinned)
+        starts = [len(published) for published in self.block_ids]
+        if starts and all(table[: len(head)] == head for table, head in zip(block_ids, self.block_ids, strict=True)):
+            return blocks_of(tuple(table[start:] for table, start in zip(block_ids, starts, strict=True)))
+        pinned = {block_id for pin in self.pins for block_id in pin}
+        return tuple(block_id for block_id in blocks_of(block_ids) if block_id not in pinned)
 
 
 def blocks_of(block_ids: BlockTable) -> tuple[int, ...]:
@@ -175,7 +176,7 @@ TRANSFER_LAW: Law[TransferState, TransferInput] = Law(
             _I.LAPSED: Cell("Gone to those who wait; forget it when nobody did", (_S.AWAITED, _S.UNKNOWN)),
         },
         _S.RUNNING: {
-            _I.PROGRESSED: Cell("note the tokens; pin and offer them to who streams, if there is room", (_S.RUNNING,)),
+            _I.PROGRESSED: Cell("note the tokens; pin and offer them to who streams", (_S.RUNNING,)),
             _I.PREEMPTED: Cell("next generation, unpin, Offer(pending, no blocks)", (_S.RUNNING,)),
             _I.ENDED_WITH_KV: Cell(
                 "pin, Offer(ready); end at once if all readers left, or if there is no room for its blocks",

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
-
 from vllm_mooncake_ascend import limits
-from vllm_mooncake_ascend.layout.blocks import num_blocks_for, whole_block_tokens
+from vllm_mooncake_ascend.layout.blocks import num_blocks_for, tokens_of_whole_blocks
 from vllm_mooncake_ascend.layout.plane import GroupLayout
 from vllm_mooncake_ascend.p2p import counters
 from vllm_mooncake_ascend.p2p.fetches import Fetch
@@ -47,6 +45,11 @@ def why_unusable(offer: Offer, groups: tuple[GroupLayout, ...]) -> str:
     return "" if is_whole else counters.OFFER_INVALID
 
 
+def why_not_enough(offer: Offer, fetch: Fetch) -> str:
+    """Why the end of a prefill is not that of what is being read, "" when it is, or has not come."""
+    return counters.OFFER_INVALID if offer.state == "ready" and offer.num_tokens < fetch.end_token else ""
+
+
 def usable_tokens(fetch: Fetch, num_local_tokens: int, min_remote_tokens: int) -> int:
     """Tokens worth reading beyond those that are here already."""
     num_tokens = _promised_tokens(fetch) - num_local_tokens
@@ -64,8 +67,8 @@ def readable_token(fetch: Fetch, here: tuple[GroupLayout, ...], there: tuple[Gro
     assert fetch.offer is not None, "only an offered transfer is read"
     if fetch.offer.state == "ready":
         return fetch.end_token
-    block_tokens = math.lcm(*(group.tokens_per_block for group in (*here, *there)))
-    return max(fetch.first_token, min(fetch.end_token, whole_block_tokens(fetch.offer.num_tokens, block_tokens)))
+    num_tokens = tokens_of_whole_blocks(fetch.offer.num_tokens, (*here, *there))
+    return max(fetch.first_token, min(fetch.end_token, num_tokens))
 
 
 def _promised_tokens(fetch: Fetch) -> int:

@@ -224,14 +224,14 @@ class Reader:
 
     def _go_on(self, read: Read, what: ReadInput, now: float) -> None:
         """No call of the read is under way: another one, its end, or wait for the next part."""
-        if read.state is ReadState.WAITING and read.started_at_s is not None:
-            read.waited_s += now - read.waits_since_s
         if read.next_call < read.num_calls:
+            read.waited_s += self._waits_for_s(read, now)
             self._move(read, what, ReadState.QUEUED)
         elif read.is_whole:
             self._end(read, what, Outcome.DONE, "", now)
         else:
-            read.waits_since_s = now
+            if read.state is not ReadState.WAITING:
+                read.waits_since_s = now
             self._timers.drop(read.request_id)
             self._move(read, what, ReadState.WAITING)
 
@@ -281,6 +281,8 @@ class Reader:
     def _end(self, read: Read, what: ReadInput, outcome: Outcome, reason: str, now: float) -> None:
         """The one end of a read: no call of it is under way, and none will start."""
         assert self._calling is not read, "a read does not end while its call is under way"
+        waited_s = read.waited_s + self._waits_for_s(read, now)
+        seconds = 0.0 if read.started_at_s is None else now - read.started_at_s - waited_s
         self._reads.pop(read.request_id, None)
         self._timers.drop(read.request_id)
         self._remember(read.request_id, read.transfer_id)
@@ -295,10 +297,15 @@ class Reader:
                     reason=reason,
                     num_bytes=read.num_bytes,
                     num_descriptors=read.num_descriptors,
-                    seconds=0.0 if read.started_at_s is None else now - read.started_at_s - read.waited_s,
+                    seconds=seconds,
                 )
             )
         )
+
+    @staticmethod
+    def _waits_for_s(read: Read, now: float) -> float:
+        """How long it has been waiting for a part; before its first call that is no time of the read."""
+        return now - read.waits_since_s if read.state is ReadState.WAITING and read.started_at_s is not None else 0.0
 
     def _remember(self, request_id: RequestId, transfer_id: TransferId | None) -> None:
         self._memory.pop(request_id, None)

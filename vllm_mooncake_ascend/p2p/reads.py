@@ -75,7 +75,12 @@ class Reads:
         peer = self._peers.get(fetch.peer_key)
         assert peer is not None, "a listening fetch has a peer"
         what = FetchInput.OFFERED_READY if offer.state == "ready" else FetchInput.OFFERED_PENDING
-        if unfit := offers.why_refused(offer, fetch) or offers.why_unusable(offer, peer.ranks[0].groups):
+        unfit = (
+            offers.why_refused(offer, fetch)
+            or offers.why_unusable(offer, peer.ranks[0].groups)
+            or offers.why_not_enough(offer, fetch)
+        )
+        if unfit:
             self.stop(fetch, what, now, farewell="release", reason=unfit)
             return
         fetch.offer = offer

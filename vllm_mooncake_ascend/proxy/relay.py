@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Iterator
 
 import msgspec
@@ -22,6 +21,7 @@ from vllm_mooncake_ascend.proxy.exchange import Exchange, Leg, Plan
 from vllm_mooncake_ascend.proxy.rewrite import Endpoint, JsonObject
 from vllm_mooncake_ascend.proxy.routing import finding_of_loss, finding_of_status
 from vllm_mooncake_ascend.proxy.upstream import Answer, Question, StreamAnswer, UpstreamLost
+from vllm_mooncake_ascend.runtime.clock import wall_s
 from vllm_mooncake_ascend.types import TransferId
 
 _JSON = "application/json"
@@ -177,7 +177,7 @@ class Relay:
 
     def _begin_early(self, prefill: str, transfer_id: TransferId) -> None:
         """Send decode's leg beside that of this prefill instance, where it is known what prefill will answer."""
-        params = self._backend.producers.foretell(prefill, transfer_id, time.time())
+        params = self._backend.producers.foretell(prefill, transfer_id, wall_s())
         decode = None if params is None else self._backend.routings["decode"].choose((), self._backend.clock())
         if params is not None and decode is not None:
             leg = self._send("decode", decode, self._decode_body(params))

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from vllm_mooncake_ascend.runtime.clock import wall_s
 from vllm_mooncake_ascend.runtime.release import send_release
 from vllm_mooncake_ascend.testing import engine_messages as messages
 from vllm_mooncake_ascend.testing.engine_answer import Answer, Text
@@ -25,6 +26,8 @@ from vllm_mooncake_ascend.testing.engine_prompts import (
     random_prompt,
 )
 from vllm_mooncake_ascend.testing.engine_rest import NUM_LANES, AtRest
+from vllm_mooncake_ascend.types import TransferId
+from vllm_mooncake_ascend.wire.params import foretell
 
 __all__ = ["GOLDEN_LENGTHS", "PREFILL_SAMPLING", "SHORT_GOLDEN_LENGTHS", "EnginePair", "Prompt", "Reference", "random_prompt"]
 
@@ -84,7 +87,9 @@ class EnginePair:
         """What a proxy that sends both legs at once gives decode, knowing prefill from an earlier response."""
         known = self.prefill_leg(random_prompt("early", 8))
         self.release(known)
-        return {**known, "transfer_id": transfer_id, "remote_num_tokens": 0, "remote_prompt_digest": ""}
+        told = foretell(known, TransferId(transfer_id), secret=None, now_s=wall_s())
+        assert told is not None, "an engine of one rank without a secret can be foretold"
+        return told
 
     def start_at_once(self, prompt: Prompt, transfer_id: str, sampling: Sampling | None = None) -> tuple[Running, Running]:
         """Give both engines their legs; prefill's and decode's request."""

@@ -121,12 +121,15 @@ def foretell(
     params: Mapping[str, Any], transfer_id: TransferId, *, secret: bytes | None, now_s: float
 ) -> dict[str, Any] | None:
     """What a decode request may carry before its prefill has ended: the params of an earlier transfer, made those of the one
-    that the same engine will announce under `transfer_id`. None where nobody can say: the engine has several DP ranks, or it
-    signs its params and the secret is not known here.
+    that the same engine will announce under `transfer_id`. None where nobody can say: the engine has several DP ranks, it signs
+    its params and the secret is not known here, or they are none of ours.
     """
     if params.get("remote_dp_size", 1) != 1 or ("signature" in params) != (secret is not None):
         return None
-    earlier = parse(params, secret=None, now_s=now_s)
+    try:
+        earlier = parse(params, secret=None, now_s=now_s)
+    except RemoteProtocolError:
+        return None
     if not isinstance(earlier, RemotePrefill):
         return None
     transfer = msgspec.structs.replace(earlier, transfer_id=transfer_id, num_tokens=0, prompt_digest=b"")

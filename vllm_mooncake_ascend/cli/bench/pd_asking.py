@@ -7,7 +7,6 @@ here, one after the other or both at once, for peers that come with no proxy.
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from typing import Any, Literal
 import aiohttp
 import msgspec
 
-from vllm_mooncake_ascend.cli.demo_client import REQUEST_TIMEOUT_S, RequestFailed
+from vllm_mooncake_ascend.cli.demo_client import REQUEST_TIMEOUT_S, RequestFailed, stream_events
 
 JsonObject = Mapping[str, object]
 """A body or a part of one; what is in it is the API's business."""
@@ -150,17 +149,12 @@ def _body(prompt: Sequence[int], *, max_tokens: int, params: JsonObject | None) 
 
 
 async def _events(session: aiohttp.ClientSession, url: str, body: JsonObject) -> AsyncIterator[dict[str, Any]]:
-    """The events of a streamed answer; every event of vLLM is one `data:` line."""
+    """The events of a streamed answer."""
     try:
         async with session.post(f"{url}/v1/completions", json=body, timeout=_timeout()) as response:
             if response.status != 200:
                 raise RequestFailed(f"{url} answered {response.status}: {(await response.text())[:300]}")
-            async for line in response.content:
-                if not line.startswith(b"data:") or line.strip() == b"data: [DONE]":
-                    continue
-                event = json.loads(line[len(b"data:") :])
-                if "error" in event:
-                    raise RequestFailed(f"{url} broke off: {event['error']}")
+            async for event in stream_events(response, url):
                 yield event
     except (aiohttp.ClientError, TimeoutError) as error:
         raise RequestFailed(f"{url} gave no answer: {error!r}") from error

@@ -28,7 +28,6 @@ from vllm_mooncake_ascend.cli.demo_client import RequestFailed, new_session, rea
 from vllm_mooncake_ascend.cli.local_cluster import LocalCluster, Server
 
 LOGS = Path("build/bench/pd")
-PARTS = ("first", "single", "burst", "between")
 CPU_TOKENS = 2_049
 """CPU is measured with prompts of this length, or the longest."""
 METRICS_WAIT_S = 5.0

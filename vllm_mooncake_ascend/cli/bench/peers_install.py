@@ -1,7 +1,4 @@
-"""Installs a peer's library for `bench pd` into a folder of its own under build/, never into the product's environment.
-
-Without what it depends on: what vLLM needs is there, and nothing of it may be replaced.
-"""
+"""Installs what ours is compared with into folders of its own under build/, never into the product's environment."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ _DONE = "installed"
 
 
 class PeerMissing(MooncakeAscendError):
-    """A peer's library could not be installed."""
+    """A peer could not be installed."""
 
 
 def install_nixl() -> Path:
@@ -33,7 +30,7 @@ def install_nixl() -> Path:
 
 
 def installed(folder: Path, packages: tuple[str, ...]) -> Path:
-    """`folder` with these packages in it.
+    """`folder` with these packages in it, without what they depend on: vLLM has what it needs, none of it may be replaced.
 
     Raises:
         PeerMissing: pip failed.
@@ -42,12 +39,21 @@ def installed(folder: Path, packages: tuple[str, ...]) -> Path:
     if marker.is_file():
         return folder
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--upgrade", "--target", str(folder), *packages]
+    run_step(command, what=" ".join(packages))
+    marker.touch()
+    return folder
+
+
+def run_step(command: list[str], *, what: str) -> None:
+    """One command of the installation of `what`.
+
+    Raises:
+        PeerMissing: it failed, or took too long.
+    """
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise PeerMissing(f"{' '.join(packages)} could not be installed: {error}") from error
+        raise PeerMissing(f"{what} could not be installed: {error}") from error
     if done.returncode:
-        reason = (done.stderr.strip().splitlines() or ["pip said nothing"])[-1]
-        raise PeerMissing(f"{' '.join(packages)} could not be installed: {reason}")
-    marker.touch()
-    return folder
+        reason = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise PeerMissing(f"{what} could not be installed: {reason}")

@@ -10,23 +10,20 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 
+from vllm_mooncake_ascend.cli.bench import partner
 from vllm_mooncake_ascend.cli.bench.pool_memory import SEALED, UNSEALED, PoolMemory, make_store
 from vllm_mooncake_ascend.cli.bench.transfer_memory import STEP_BYTES
 from vllm_mooncake_ascend.engines.base import KeyOutcome, KVStore
 
 OTHER = "other process"
 """Family of the names of what it puts: this and SEALED or UNSEALED."""
-START_S = 60.0
-END_S = 15.0
 
 
 class SourceFailed(RuntimeError):
-    """The process did not start, or could not put."""
+    """The process could not put."""
 
 
 @contextlib.contextmanager
@@ -34,26 +31,11 @@ def running(master_address: str, num_blocks: int, seed: int) -> Iterator[None]:
     """The process, from its last put to its end.
 
     Raises:
-        SourceFailed: it ended, or said nothing.
+        PartnerFailed: it ended, or said nothing.
     """
     command = [sys.executable, "-m", __name__, "--master", master_address]
-    command += ["--blocks", str(num_blocks), "--seed", str(seed)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        watchdog = threading.Timer(START_S, process.kill)
-        watchdog.start()
-        try:
-            if not process.stdout.readline():
-                raise SourceFailed(f"{' '.join(command)} ended, or said nothing for {START_S:.0f} s")
-            watchdog.cancel()
-            yield
-        finally:
-            watchdog.cancel()
-            process.stdin.close()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(END_S)
-            process.kill()
+    with partner.running([*command, "--blocks", str(num_blocks), "--seed", str(seed)]):
+        yield
 
 
 def main() -> None:

@@ -33,6 +33,7 @@ def proxy(
 ) -> None:
     """Requests a second, added latency and CPU of our proxy, beside no proxy and vllm-router, before doubles of vLLM."""
     from vllm_mooncake_ascend.cli.bench import proxy_rounds, proxy_ways
+    from vllm_mooncake_ascend.cli.bench.partner import PartnerFailed
     from vllm_mooncake_ascend.cli.bench.proxy_load import ProxyBenchFailed
     from vllm_mooncake_ascend.cli.local_cluster import ServerFailed
 
@@ -48,7 +49,7 @@ def proxy(
         ):
             measuring = proxy_rounds.measure(ways, served.prefill, sizes, random.Random(this.seed), status.update)
             samples = asyncio.run(measuring)
-    except (ProxyBenchFailed, ServerFailed) as error:
+    except (PartnerFailed, ProxyBenchFailed, ServerFailed) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error
     this.add(samples, proxy_rounds.comparisons(samples))

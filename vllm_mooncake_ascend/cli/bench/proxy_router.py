@@ -2,46 +2,32 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 from vllm_mooncake_ascend.cli import processes, servers
-from vllm_mooncake_ascend.errors import MooncakeAscendError
+from vllm_mooncake_ascend.cli.bench.peers_install import PEERS, PeerMissing, run_step
 
 VERSION = "0.1.17"
-FOLDER = Path("build/peers") / f"vllm-router-{VERSION}"
-INSTALL_S = 300.0
+FOLDER = PEERS / f"vllm-router-{VERSION}"
 NAME = "vllm-router"
-
-
-class RouterMissing(MooncakeAscendError):
-    """It could not be installed."""
 
 
 def install(folder: Path = FOLDER) -> Path:
     """Its command; a second call finds it done.
 
     Raises:
-        RouterMissing: there is no build for this machine, or nothing to install from.
+        PeerMissing: there is no build for this machine, or nothing to install from.
     """
     command = folder / "bin" / NAME
     if not command.is_file():
-        _run([sys.executable, "-m", "venv", str(folder)])
-        _run([str(folder / "bin" / "python"), "-m", "pip", "install", "-q", "--only-binary", ":all:", f"{NAME}=={VERSION}"])
+        package = f"{NAME}=={VERSION}"
+        python = str(folder / "bin" / "python")
+        run_step([sys.executable, "-m", "venv", str(folder)], what=package)
+        run_step([python, "-m", "pip", "install", "-q", "--only-binary", ":all:", package], what=package)
     if not command.is_file():
-        raise RouterMissing(f"{NAME} {VERSION} has no command {command}")
+        raise PeerMissing(f"{NAME} {VERSION} has no command {command}")
     return command.absolute()
-
-
-def _run(command: list[str]) -> None:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise RouterMissing(f"{NAME} {VERSION} could not be installed: {error}") from error
-    if done.returncode:
-        reason = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise RouterMissing(f"{NAME} {VERSION} could not be installed: {reason}")
 
 
 def server(command: Path, prefill_url: str, decode_url: str) -> servers.ServerSpec:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -14,13 +11,11 @@ from typing import Literal
 import msgspec
 
 from vllm_mooncake_ascend.cli import processes, servers
-from vllm_mooncake_ascend.cli.bench import proxy_router
-from vllm_mooncake_ascend.cli.bench.proxy_load import ProxyBenchFailed
+from vllm_mooncake_ascend.cli.bench import partner, proxy_router
+from vllm_mooncake_ascend.cli.bench.peers_install import PeerMissing
 from vllm_mooncake_ascend.cli.local_cluster import LocalCluster, Server, ServerFailed
 
 LOGS = Path("build/bench/logs")
-START_S = 60.0
-END_S = 10.0
 DIRECT, BOTH_LEGS = "no proxy", "no proxy, both legs"
 SEQUENTIAL, CONCURRENT = "ours, sequential", "ours, concurrent"
 ROUTER = proxy_router.NAME
@@ -50,26 +45,10 @@ def upstreams(num_events: int) -> Iterator[Upstreams]:
     """A process with a double of a prefill and of a decode engine, from its start to its end.
 
     Raises:
-        ProxyBenchFailed: it ended, or said nothing.
+        PartnerFailed: it ended, or said nothing.
     """
-    command = [sys.executable, "-m", UPSTREAMS, "--num-events", str(num_events)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        watchdog = threading.Timer(START_S, process.kill)
-        watchdog.start()
-        try:
-            line = process.stdout.readline()
-            watchdog.cancel()
-            if not line:
-                raise ProxyBenchFailed(f"{' '.join(command)} ended, or said nothing for {START_S:.0f} s")
-            yield msgspec.convert(json.loads(line), Upstreams)
-        finally:
-            watchdog.cancel()
-            process.stdin.close()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(END_S)
-            process.kill()
+    with partner.running([sys.executable, "-m", UPSTREAMS, "--num-events", str(num_events)]) as line:
+        yield msgspec.json.decode(line, type=Upstreams)
 
 
 @contextlib.contextmanager
@@ -103,8 +82,8 @@ def _router(running: contextlib.ExitStack, served: Upstreams) -> tuple[Way | Non
         command = proxy_router.install()
         cluster = running.enter_context(LocalCluster(LOGS))
         server = cluster.start(proxy_router.server(command, served.prefill, served.decode))
-        cluster.wait_ready(timeout_s=START_S)
-    except (proxy_router.RouterMissing, ServerFailed) as error:
+        cluster.wait_ready(timeout_s=partner.START_S)
+    except (PeerMissing, ServerFailed) as error:
         return None, f"{ROUTER} {proxy_router.VERSION} is left out: {error}"
     text = f"{ROUTER} {proxy_router.VERSION} from PyPI, `--vllm-pd-disaggregation --policy round_robin`, all else as shipped."
     return _way(ROUTER, server), text

@@ -42,7 +42,7 @@ class Transfers:
         """With memory for reads of up to `max_bytes` and a null block.
 
         Raises:
-            SourceFailed, ReadFailed, RawEngineFailed: there is nothing to measure.
+            PartnerFailed, ReadFailed, RawEngineFailed: there is nothing to measure.
         """
         num_bytes = max_bytes + transfer_memory.STEP_BYTES
         with transfer_source.running(num_bytes, seed) as serving, contextlib.ExitStack() as open_ends:

@@ -12,19 +12,17 @@ import argparse
 import contextlib
 import os
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 
 import msgspec
 
+from vllm_mooncake_ascend.cli.bench import partner
 from vllm_mooncake_ascend.cli.bench.raw_engine import RawEngine
 from vllm_mooncake_ascend.cli.bench.transfer_memory import Bytes, make_memory, region_of
 from vllm_mooncake_ascend.engines.transfer import MooncakeTransferEngine
 
-START_S = 60.0
-END_S = 10.0
 SIZE_BYTES = 8
 
 
@@ -39,40 +37,16 @@ class Serving(msgspec.Struct, frozen=True, kw_only=True):
     socket_port: int
 
 
-class SourceFailed(RuntimeError):
-    """The process did not start."""
-
-
 @contextlib.contextmanager
 def running(num_bytes: int, seed: int) -> Iterator[Serving]:
     """The process, from its start to its end.
 
     Raises:
-        SourceFailed: it ended, or said nothing.
+        PartnerFailed: it ended, or said nothing.
     """
     command = [sys.executable, "-m", __name__, "--num-bytes", str(num_bytes), "--seed", str(seed)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        watchdog = threading.Timer(START_S, process.kill)
-        watchdog.start()
-        try:
-            line = process.stdout.readline()
-            watchdog.cancel()
-            if not line:
-                raise SourceFailed(f"{' '.join(command)} ended, or said nothing for {START_S:.0f} s")
-            yield msgspec.json.decode(line, type=Serving)
-        finally:
-            watchdog.cancel()
-            _end(process)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    assert process.stdin is not None
-    process.stdin.close()
-    try:
-        process.wait(END_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
+    with partner.running(command) as line:
+        yield msgspec.json.decode(line, type=Serving)
 
 
 def main() -> None:
