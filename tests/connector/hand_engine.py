@@ -15,6 +15,8 @@ import inspect
 import itertools
 import os
 import pickle
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,6 +40,7 @@ BLOCK = 32
 LAYERS = ("model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn")
 HEADS, DIM = 2, 64
 _HOST_KEYS = {"MooncakeConnectorV1": "side_channel_host", "MooncakeStoreConnectorV1": "transfer_host"}
+MAX_WAIT_S = 60.0
 _ids = itertools.count()
 
 
@@ -188,15 +191,33 @@ class HandEngine:
         self.finish()
         return output
 
-    def run_until(self, *request_ids: str, others: tuple[HandEngine, ...] = (), max_steps: int = 4000) -> None:
-        """Step (with `others` beside) until the requests have finished."""
-        for _ in range(max_steps):
-            if all(request_id in self.finished for request_id in request_ids):
-                return
+    def step_until(self, is_done: Callable[[], bool], *, what: str, others: tuple[HandEngine, ...] = ()) -> None:
+        """Step (with `others` beside) until something is so. Time is the limit: what is waited for runs in other threads and
+        processes, and a step may take no time at all."""
+        deadline_s = time.monotonic() + MAX_WAIT_S
+        while not is_done():
+            assert time.monotonic() < deadline_s, f"{what}: not after {MAX_WAIT_S:g} s of steps"
             for engine in (self, *others):
                 if engine.scheduler.has_requests():
                     engine.step()
-        raise AssertionError(f"requests {request_ids} did not finish in {max_steps} steps")
+
+    def run_until(self, *request_ids: str, others: tuple[HandEngine, ...] = ()) -> None:
+        """Step (with `others` beside) until the requests have finished."""
+        self.step_until(lambda: self.finished.keys() >= set(request_ids), what=f"{request_ids} finished", others=others)
+
+    def step_to_running(self, request_id: str) -> None:
+        """Step until a request's KV is there, or being computed."""
+        self.step_until(lambda: self.status(request_id) == "RUNNING", what=f"{request_id} runs")
+
+    def drive(self, *request_ids: str) -> None:
+        """Run requests to their end as asynchronous scheduling does: one step ahead, where one is scheduled already."""
+        deadline_s = time.monotonic() + MAX_WAIT_S
+        while not self.finished.keys() >= set(request_ids):
+            assert time.monotonic() < deadline_s, f"{request_ids} did not finish in {MAX_WAIT_S:g} s"
+            self.schedule()
+            self.finish()
+        while self.steps:
+            self.finish()
 
     # --- what a test looks at -------------------------------------------------------------------------------------
 

@@ -28,10 +28,7 @@ def fresh_prompt(num_tokens: int) -> list[int]:
 def drain(*engines: Any) -> None:
     """Step until what is saved is in the pool."""
     for engine in engines:
-        for _ in range(4000):
-            if not engine.scheduler.has_requests():
-                break
-            engine.step()
+        engine.step_until(lambda engine=engine: not engine.scheduler.has_requests(), what="saves ended")
 
 
 def compute(engine: Any, prompt: list[int], **options: Any) -> str:
@@ -45,10 +42,7 @@ def compute(engine: Any, prompt: list[int], **options: Any) -> str:
 def admit(engine: Any, prompt: list[int], **options: Any) -> str:
     """Give an engine a prompt and run it until its KV is there, or being computed."""
     request_id: str = engine.add(prompt, **options)
-    for _ in range(4000):
-        if engine.status(request_id) == "RUNNING":
-            break
-        engine.step()
+    engine.step_to_running(request_id)
     return request_id
 
 
@@ -172,10 +166,7 @@ def test_a_request_id_may_come_again_while_its_load_is_under_way(pair: tuple[Any
         second.add(prompt, request_id="again")
         second.step()
         second.abort("again")
-        for _ in range(2000):
-            if "again" not in second.scheduler.requests:
-                break
-            second.step()
+        second.step_until(lambda: "again" not in second.scheduler.requests, what="the aborted life ended")
     request_id = admit(second, other, request_id="again")
 
     assert second.holds_kv(other, second.block_ids(request_id), num_tokens=900 // BLOCK * BLOCK)
@@ -206,14 +197,8 @@ def test_asynchronous_scheduling_saves_and_loads_the_same(make_pool_engine: Make
     prompt = prompt_of(500)
     for engine in (first, second):
         request_id = engine.add(prompt)
-        for _ in range(4000):
-            if request_id in engine.finished:
-                break
-            engine.schedule()
-            if len(engine.steps) > 1:
-                engine.finish()
-        while engine.steps:
-            engine.finish()
+        engine.schedule()
+        engine.drive(request_id)
         drain(engine)
 
     assert 480 == loaded_tokens(second)

@@ -39,7 +39,7 @@ def test_no_host_name_of_a_client_ends_the_engine(make_engine: Make, host: str) 
     }
 
     request_id = engine.add(prompt_of(70), transfer=hostile)
-    engine.run_until(request_id, max_steps=20_000)
+    engine.run_until(request_id)
 
     assert [10, 11, 12, 13] == engine.tokens[request_id]
     settle(engine)
@@ -51,7 +51,7 @@ def test_a_request_id_that_comes_again_is_read_again(make_engine: Make) -> None:
     for salt in range(2):
         prompt = prompt_of(200, salt=salt)
         consumer.add(prompt, transfer=prefill(producer, prompt), request_id="again")
-        _run_to_running(consumer, "again", max_steps=400)
+        consumer.step_to_running("again")
         assert consumer.holds_kv(prompt, consumer.block_ids("again"), num_tokens=199)
         consumer.abort("again")
         consumer.step()
@@ -107,7 +107,7 @@ def test_two_ranks_move_their_own_heads(make_engine: Make) -> None:
     for num_tokens in (33, 600):
         prompt = prompt_of(num_tokens, salt=num_tokens)
         request_id = consumer.add(prompt, transfer=prefill(producer, prompt))
-        _run_to_running(consumer, request_id)
+        consumer.step_to_running(request_id)
         assert consumer.holds_kv(prompt, consumer.block_ids(request_id), num_tokens=num_tokens - 1)
         assert request_id in consumer.loaded
         consumer.run_until(request_id)
@@ -173,7 +173,7 @@ def test_preempted_prefills_offer_only_whole_kv(make_engine: Make, asynchronous:
         if producer.params[source] is None:
             continue
         request_id = consumer.add(prompt, transfer=producer.params[source])
-        _run_to_running(consumer, request_id)
+        consumer.step_to_running(request_id)
         assert consumer.holds_kv(prompt, consumer.block_ids(request_id), num_tokens=len(prompt) - 1)
         consumer.run_until(request_id)
     settle(producer, consumer)
@@ -183,22 +183,7 @@ def _drive(engine: Any, request_ids: list[str], *, asynchronous: bool) -> None:
     """Run requests to their end, one step ahead where scheduling is asynchronous."""
     if asynchronous:
         engine.schedule()
-    for _ in range(4000):
-        if all(request_id in engine.finished for request_id in request_ids):
-            break
-        engine.schedule()
-        engine.finish()
-    while engine.steps:
-        engine.finish()
-    assert set(request_ids) <= set(engine.finished)
-
-
-def _run_to_running(engine: Any, request_id: str, *, max_steps: int = 4000) -> None:
-    for _ in range(max_steps):
-        if engine.status(request_id) == "RUNNING":
-            return
-        engine.step()
-    raise AssertionError(f"{request_id} is {engine.status(request_id)} after {max_steps} steps")
+    engine.drive(*request_ids)
 
 
 class LateEngine:
@@ -245,10 +230,10 @@ def test_late_bytes_of_an_unknown_read_meet_no_kv(
     while beside not in consumer.scheduler.requests or consumer.status(beside) != "RUNNING" or not late._asked:
         consumer.step()
     if versions.HAS_FAILED_RECEIVES:
-        _run_to_running(consumer, request_id)
+        consumer.step_to_running(request_id)
     late.land()
     assert consumer.holds_kv(other, consumer.block_ids(beside), num_tokens=len(other))
-    _run_to_running(consumer, request_id)
+    consumer.step_to_running(request_id)
     consumer.step()
     assert consumer.holds_kv(prompt, consumer.block_ids(request_id), num_tokens=len(prompt))
     consumer.run_until(request_id, beside)
@@ -268,7 +253,7 @@ def test_a_read_that_fails_follows_the_policy(make_engine: Make, policy: str, nu
     producer.workers[-1].shutdown()
 
     request_id = consumer.add(prompt, transfer=params)
-    consumer.run_until(request_id, max_steps=20_000)
+    consumer.run_until(request_id)
 
     expected = ("length", [10, 11, 12, 13]) if policy == "recompute" else ("error", [])
     assert expected == (consumer.finished[request_id], consumer.tokens[request_id])

@@ -33,7 +33,11 @@ LOOKUP_S = 0.01
 PROMPT_TOKENS = 24
 """Less than a block: vLLM's store connector would ask its workers about more, and there are none."""
 NEWCOMER_BLOCKS = 8
-MAX_STEPS = 1_000
+MAX_WAIT_S = 60.0
+STEP_PAUSE_S = 0.001
+"""Between steps that wait: whoever is waited for needs the core too."""
+SAVE_PAUSES_S = tuple(min(LOOKUP_S * 2**doubled, 4.0) for doubled in range(STEPS_PER_NEWCOMER - 4))
+"""Between steps that wait for a save, fifty seconds in all: few steps, as each lengthens what runs."""
 STEP_GOAL_US = 50.0
 GOAL_RUNNING = 1_024
 
@@ -117,10 +121,20 @@ def _steps_per_sample(num_running: int) -> int:
 
 
 def _step_until_all_run(engine: BareEngine) -> None:
-    for _ in range(MAX_STEPS):
-        if engine.step() == len(engine.running) and not engine.scheduler.waiting:
+    deadline_s = time.monotonic() + MAX_WAIT_S
+    while engine.step() < len(engine.running) or engine.scheduler.waiting:
+        if time.monotonic() > deadline_s:
+            raise StuckEngine(f"{len(engine.running)} requests did not all run within {MAX_WAIT_S:g} s")
+        time.sleep(STEP_PAUSE_S)
+
+
+def _step_until_saved(engine: BareEngine) -> None:
+    for pause_s in SAVE_PAUSES_S:
+        if not engine.has_unfinished_saves:
             return
-    raise StuckEngine(f"{len(engine.running)} requests did not all run within {MAX_STEPS} steps")
+        time.sleep(pause_s)
+        engine.step()
+    raise StuckEngine(f"a save did not end within {sum(SAVE_PAUSES_S):g} s")
 
 
 def _step_probe(engine: BareEngine, subject: str, num_running: int) -> Probe:
@@ -155,11 +169,8 @@ def _newcomer_probe(engine: BareEngine, subject: str, num_running: int) -> Probe
         engine.add(NEWCOMER_BLOCKS * bare_engine.BLOCK_TOKENS)
         time.sleep(LOOKUP_S)
         _step_until_all_run(engine)
-        for _ in range(MAX_STEPS):
-            if not engine.has_unfinished_saves:
-                return 1e6 * engine.hooks.seconds
-            engine.step()
-        raise StuckEngine(f"a save did not end within {MAX_STEPS} steps")
+        _step_until_saved(engine)
+        return 1e6 * engine.hooks.seconds
 
     return Probe(
         measure=Measure(
