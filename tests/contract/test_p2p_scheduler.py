@@ -286,6 +286,9 @@ def test_a_failed_control_thread_ends_the_engine() -> None:
 
 def hostile(randomness: random.Random, expected: str) -> messages.FromReader | messages.FromProducer:
     """Any valid message, with ids and numbers from small sets, so that they often mean something."""
+    tables: tuple[tuple[int, ...], ...] = randomness.choice(
+        [(), ((5, 6),), ((0, 0),), ((7,),), ((1 << 30, 2),), ((1, 2), (3, 4))]
+    )
     common: dict[str, Any] = {
         "incarnation": randomness.choice(["x1", "x2", expected]),
         "expected": randomness.choice([expected, expected, "other"]),
@@ -304,7 +307,8 @@ def hostile(randomness: random.Random, expected: str) -> messages.FromReader | m
         "state": randomness.choice(["pending", "ready"]),
         "num_tokens": randomness.choice([0, 16, NUM_TOKENS, 1 << 30]),
         "generation": randomness.randrange(3),
-        "block_ids": randomness.choice([(), ((5, 6),), ((0, 0),), ((7,),), ((1 << 30, 2),), ((1, 2), (3, 4))]),
+        "block_ids": tables,
+        "num_known_blocks": randomness.choice([(), tuple(randomness.randrange(3) for _ in tables)]),
         "prompt_digest": randomness.choice([DIGEST, b"", b"other"]),
         "lease_ttl_s": randomness.choice([1.0, 30.0, 3600.0]),
         "num_layers_ready": randomness.randrange(2),

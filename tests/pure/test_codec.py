@@ -51,6 +51,16 @@ _ranks = st.builds(
     planes=st.lists(_planes, max_size=2).map(tuple),
     regions=st.lists(_regions, max_size=2).map(tuple),
 )
+_known_blocks = st.integers(0, 1 << 10)
+
+
+def _with_known_blocks(offer: messages.Offer) -> st.SearchStrategy[messages.Offer]:
+    """The offer with or without something left out of each of its tables."""
+    num_groups = len(offer.block_ids)
+    numbers = st.lists(_known_blocks, min_size=num_groups, max_size=num_groups).map(tuple)
+    return st.one_of(st.just(()), numbers).map(lambda known: msgspec.structs.replace(offer, num_known_blocks=known))
+
+
 _offers = st.builds(
     messages.Offer,
     incarnation=_ids,
@@ -63,7 +73,7 @@ _offers = st.builds(
     prompt_digest=st.binary(max_size=64),
     lease_ttl_s=st.floats(limits.LEASE_TTL_MIN_S, limits.LEASE_CEILING_S),
     num_layers_ready=st.integers(0, 256),
-)
+).flatmap(_with_known_blocks)
 _about = {"incarnation": _ids, "expected": _ids, "transfer_id": _ids, "request_id": _text}
 _answer = {"incarnation": _ids, "transfer_id": _ids, "request_id": _text}
 _from_reader = st.one_of(
@@ -198,8 +208,8 @@ def test_a_frame_above_the_size_limit_is_refused_before_it_is_read() -> None:
 def test_another_version_is_named_as_such() -> None:
     """Goal: an upgrade half done is told apart from garbage. Method: a frame whose version byte is higher."""
     frame = codec.encode(messages.Hello(incarnation="a", version=1))  # type: ignore[arg-type]
-    with pytest.raises(VersionMismatch, match="speaks side-channel version 3, this engine version 2"):
-        codec.decode_from_reader(b"\x03" + frame[1:])
+    with pytest.raises(VersionMismatch, match="speaks side-channel version 4, this engine version 3"):
+        codec.decode_from_reader(b"\x04" + frame[1:])
 
 
 def test_a_message_of_the_other_direction_is_refused() -> None:
@@ -221,6 +231,9 @@ def test_a_message_of_the_other_direction_is_refused() -> None:
         (offer(block_ids=((3, 1 << 40),)), "highest block id"),
         (offer(block_ids=((),) * 65), "groups of block_ids"),
         (offer(block_ids=((1,) * (limits.MAX_BLOCKS_PER_TRANSFER + 1),)), "block_ids may have"),
+        (offer(num_known_blocks=(1, 2)), "num_known_blocks must have 1 entries"),
+        (offer(num_known_blocks=(-1,)), "num_known_blocks must be 0"),
+        (offer(num_known_blocks=(limits.MAX_BLOCKS_PER_TRANSFER - 1,)), "block_ids may have"),
         (offer(prompt_digest=b"d" * 65), "prompt_digest"),
         (offer(transfer_id=""), "transfer_id"),
         (offer(transfer_id="t" * 513), "transfer_id"),

@@ -40,8 +40,9 @@ ORDER = actions.OrderRead(
         incarnation=PREFILL,
         first_token=4,
         end_token=10,
-        remote_block_ids=BLOCKS,
-        local_block_ids=((1, 2, 3),),
+        remote_block_ids=(BLOCKS[0][1:],),
+        local_block_ids=((2, 3),),
+        table_token=4,
     )
 )
 SUCCESSOR = Incarnation("successor")

@@ -33,10 +33,15 @@ RELEASE = messages.Release(**about())
 CANCEL = actions.CancelRead(transfer_id=T, request_id=R)
 
 
-def written(*block_ids: int, generation: int = 0) -> messages.Offer:
-    """An offer of so many whole blocks of a prefill that runs."""
-    table = (block_ids,) if block_ids else ()
-    return offer("pending", num_tokens=4 * len(block_ids), generation=generation, block_ids=table)
+def written(*block_ids: int, generation: int = 0, known: int = 0) -> messages.Offer:
+    """An offer of so many whole blocks of a prefill that runs, less those the reader knows."""
+    return offer(
+        "pending",
+        num_tokens=4 * len(block_ids),
+        generation=generation,
+        block_ids=(block_ids[known:],) if block_ids else (),
+        num_known_blocks=(known,) if known else (),
+    )
 
 
 # --- producer --------------------------------------------------------------------------------------------------------------
@@ -58,7 +63,7 @@ def test_progress_is_pinned_once_per_block_and_offered() -> None:
     ended = stage.end_prefill()
 
     assert ([pin(5)], [written(5)]) == (others(first), sent(first))
-    assert ([pin(6)], [written(5, 6)]) == (others(second), sent(second))
+    assert ([pin(6)], [written(5, 6, known=1)]) == (others(second), sent(second))
     assert ([pin(7)], [offer("ready")]) == (others(ended), sent(ended))
     assert [unpin(5), unpin(6), unpin(7)] == others(stage.read_done())
 
@@ -104,6 +109,32 @@ def test_a_reader_that_comes_later_is_told_what_is_pinned() -> None:
     stage.progress(5, 6)
     told = stage_sent(stage.subscribe("r2", streams=True))
     assert [(5, 6)] == [message.block_ids[0] for message in told]
+
+
+def test_each_reader_is_told_what_it_does_not_know() -> None:
+    """Goal: a message carries news only, and an answer all. Method: a second reader after two blocks, then a third block; the
+    first asks again, then a fourth."""
+    stage = running()
+    stage.progress(5)
+    stage.progress(5, 6)
+    stage.subscribe("r2", streams=True)
+
+    third = [(message.block_ids, message.num_known_blocks) for message in sent(stage.progress(5, 6, 7))]
+    again = sent(stage.subscribe(streams=True))
+    fourth = [(message.block_ids, message.num_known_blocks) for message in sent(stage.progress(5, 6, 7, 8))]
+
+    assert [(((7,),), (2,))] * 2 == third
+    assert [written(5, 6, 7)] == again
+    assert [(((8,),), (3,))] * 2 == fourth
+
+
+def test_a_table_that_does_not_go_on_is_told_whole() -> None:
+    """Goal: what a reader knows is never joined with a table of another beginning. Method: progress in other blocks without
+    the news of a preemption."""
+    stage = running()
+    stage.progress(5)
+
+    assert [written(8, 9)] == sent(stage.progress(8, 9))
 
 
 def stage_sent(done: list[Any]) -> list[Any]:
@@ -197,6 +228,42 @@ def test_parts_follow_the_prefill() -> None:
     assert [] == stage.hear(written(5))
     assert [(2, 0, 8, 10, True)] == orders(stage.offered("ready"))
     assert [messages.ReadDone(**about(), ok=True)] == sent(stage.rank_ended(Outcome.DONE))
+
+
+def test_offers_of_what_is_new_are_joined() -> None:
+    """Goal: a read goes on with each message that carries news only. Method: a block, one more, one that is known in part."""
+    stage = at_ready()
+    stage.allocate()
+
+    assert [(1, 0, 4, 8, False)] == orders(stage.hear(written(5, 6, known=1)))
+    assert [(2, 0, 8, 10, True)] == orders(stage.offered("ready", block_ids=((6, 7),), num_known_blocks=(1,)))
+
+
+@pytest.mark.parametrize("is_allocated", [False, True])
+@pytest.mark.parametrize("unjoined", [written(5, 6, 7, known=2), written(5, 6, known=1, generation=1)])
+def test_what_does_not_join_is_asked_for_once(unjoined: messages.Offer, is_allocated: bool) -> None:
+    """Goal: a lost message costs a question, never a wrong block. Method: an offer that goes on from a block, or from a
+    preemption, that was never told of, twice; then the answer."""
+    stage = at_ready()
+    if is_allocated:
+        stage.allocate()
+
+    assert [messages.Subscribe(**about(), streams=True)] == sent(stage.hear(unjoined))
+    assert [] == stage.hear(unjoined)
+    assert 2 == stage.counts[counters.MESSAGES_IGNORED, counters.OFFER_GAP]
+    answered = stage.hear(written(5, 6))
+    part = 1 if is_allocated else 0
+    assert [(part, 0, 4, 8, False)] == orders(answered if is_allocated else stage.allocate())
+
+
+def test_an_order_carries_the_blocks_of_its_part() -> None:
+    """Goal: what workers are told grows with the prompt, not its square. Method: the tables of each part."""
+    stage = at_ready()
+    done = [stage.allocate(), stage.hear(written(5, 6, known=1)), stage.offered("ready")]
+
+    parts = [one.order for some in done for one in some if isinstance(one, actions.OrderRead)]
+    tables = [(part.table_token, part.remote_block_ids, part.local_block_ids) for part in parts]
+    assert [(4, (), ()), (4, ((6,),), ((2,),)), (8, ((7,),), ((3,),))] == tables
 
 
 def test_after_a_preemption_all_is_read_again() -> None:

@@ -12,6 +12,7 @@ from vllm_mooncake_ascend.testing.simulator.runner import Coverage, run_seeds
 RARE_SEEDS = (
     509,
     520,
+    526,
     536,
     556,
     646,
@@ -27,8 +28,10 @@ RARE_SEEDS = (
     1233,
     1406,
     1427,
+    1560,
     1800,
     1814,
+    1817,
     1862,
     1963,
     2778,

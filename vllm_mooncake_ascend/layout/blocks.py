@@ -75,6 +75,12 @@ def loaded_positions(group: GroupLayout, first_token: int, end_token: int) -> ra
     return range(window_start(group, first_token, end_token) // group.tokens_per_block, last_position + 1)
 
 
+def table_between(group: GroupLayout, first_token: int, end_token: int, block_ids: Sequence[int]) -> tuple[int, ...]:
+    """Ids of the blocks that hold tokens [first_token, end_token)."""
+    tokens_per_block = group.tokens_per_block
+    return tuple(block_ids[first_token // tokens_per_block : num_blocks_for(end_token, tokens_per_block)])
+
+
 def loaded_block_ids(group: GroupLayout, first_token: int, end_token: int, block_ids: Sequence[int]) -> tuple[int, ...]:
     """Ids of the blocks that a read of tokens [first_token, end_token) may write to: what must be pinned meanwhile."""
     positions = loaded_positions(group, first_token, end_token)

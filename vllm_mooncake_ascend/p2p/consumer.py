@@ -247,12 +247,18 @@ class Consumer:
             self._gone(fetch, now)
 
     def _offered(self, peer: Peer, fetch: Fetch, offer: messages.Offer, now: float) -> None:
+        is_newer = offers.is_newer(offer, fetch.offer)
+        whole = offers.joined(offer, fetch.offer) if is_newer else offer
+        if whole is None:
+            self._count(counters.MESSAGES_IGNORED, counters.OFFER_GAP)
+            self._peers.ask_again(peer, fetch.ids, now)
+            self._table.move(fetch, FetchInput.OFFERED_GAP, fetch.state)
+            return
+        offer = whole
         is_ready = offer.state == "ready"
         sent_s = self._peers.acknowledged(peer, fetch.ids, is_ready=is_ready, lease_ttl_s=offer.lease_ttl_s, now=now)
-        if sent_s is not None:
-            fetch.acknowledged_s = max(fetch.acknowledged_s, sent_s)
+        fetch.acknowledged_s = max(fetch.acknowledged_s, sent_s or 0.0)
         what = FetchInput.OFFERED_READY if is_ready else FetchInput.OFFERED_PENDING
-        is_newer = offers.is_newer(offer, fetch.offer)
         if fetch.state is FetchState.CONFIRMING or (fetch.state in (FetchState.READY, FetchState.READING) and not is_newer):
             self._table.move(fetch, what, fetch.state)
         elif fetch.state is FetchState.READING:
@@ -337,11 +343,8 @@ class Consumer:
                 self._take_offer(fetch, FetchInput.WELCOMED, found, now)
 
     def _why_incompatible(self, welcome: messages.Welcome) -> tuple[str, ...]:
-        if welcome.version != messages.PROTOCOL_VERSION:
-            return (f"protocol version: {messages.PROTOCOL_VERSION} here, {welcome.version} there",)
-        if not welcome.ranks:
-            return ("no layout of any rank was told",)
-        return self._differences(self._fingerprint, self._ranks, welcome.fingerprint, welcome.ranks)
+        ours = (self._fingerprint, self._ranks)
+        return offers.why_no_peer(welcome) or self._differences(*ours, welcome.fingerprint, welcome.ranks)
 
     def _lose(self, peer: Peer, reason: str, now: float) -> None:
         fetches = self._fetches_of(peer)

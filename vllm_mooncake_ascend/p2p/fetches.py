@@ -55,6 +55,7 @@ class FetchInput(enum.Enum):
     WELCOMED = "layout accepted"
     OFFERED_PENDING = "Offer(pending)"
     OFFERED_READY = "Offer(ready)"
+    OFFERED_GAP = "Offer that does not join what is known"
     GONE = "Gone, or gone in Renewed"
     PEER_LOST = "peer lost"
     PEER_REPLACED = "peer restarted or incompatible"
@@ -126,6 +127,7 @@ _LOSE = "doomed when vLLM is to fail the request"
 _MISFIT = "release to a misfit; doomed when vLLM is to fail the request"
 _LEAVE = "release"
 _STOP = "release, CancelRead"
+_AGAIN = "Subscribe again"
 _NEWER = "keep it if it is newer; refuse what makes no sense"
 _MORE = "if it is newer OrderRead of what it adds, of all again after a preemption; CancelRead if it makes no sense"
 _REPORT = "report failed"
@@ -146,6 +148,7 @@ FETCH_LAW: Law[FetchState, FetchInput] = Law(
             _I.OFFERED_READY: Cell(
                 "keep the offer; refuse another prompt or an offer that makes no sense", (_S.READY, _S.PENDING, *_FAILED)
             ),
+            _I.OFFERED_GAP: Cell(_AGAIN, (_S.ASKING,)),
             _I.GONE: Cell(_REFUSE, _FAILED),
             _I.PEER_LOST: Cell(_LOSE, _FAILED),
             _I.PEER_REPLACED: Cell(_MISFIT, _FAILED),
@@ -162,6 +165,7 @@ FETCH_LAW: Law[FetchState, FetchInput] = Law(
             _I.OFFERED_READY: Cell(
                 "keep the offer; refuse another prompt or an offer that makes no sense", (_S.READY, _S.PENDING, *_FAILED)
             ),
+            _I.OFFERED_GAP: Cell(_AGAIN, (_S.PENDING,)),
             _I.GONE: Cell(_REFUSE, _FAILED),
             _I.PEER_LOST: Cell(_LOSE, _FAILED),
             _I.PEER_REPLACED: Cell(_MISFIT, _FAILED),
@@ -173,6 +177,7 @@ FETCH_LAW: Law[FetchState, FetchInput] = Law(
         _S.READY: {
             _I.OFFERED_PENDING: Cell(_NEWER, (_S.READY, *_FAILED)),
             _I.OFFERED_READY: Cell(_NEWER, (_S.READY, *_FAILED)),
+            _I.OFFERED_GAP: Cell(_AGAIN, (_S.READY,)),
             _I.GONE: Cell(_REFUSE, _FAILED),
             _I.PEER_LOST: Cell(_LOSE, _FAILED),
             _I.PEER_REPLACED: Cell(_MISFIT, _FAILED),
@@ -184,6 +189,7 @@ FETCH_LAW: Law[FetchState, FetchInput] = Law(
         _S.READING: {
             _I.OFFERED_PENDING: Cell(_MORE, (_S.READING, _S.STOPPING)),
             _I.OFFERED_READY: Cell(_MORE, (_S.READING, _S.STOPPING)),
+            _I.OFFERED_GAP: Cell(_AGAIN, (_S.READING,)),
             _I.GONE: Cell(_STOP, (_S.STOPPING,)),
             _I.PEER_LOST: Cell("CancelRead", (_S.STOPPING,)),
             _I.PEER_REPLACED: Cell("CancelRead; release to a misfit", (_S.STOPPING,)),

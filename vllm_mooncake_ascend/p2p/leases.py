@@ -79,6 +79,8 @@ class Reader:
     """Its verdict, once done."""
     streams: bool = False
     """It reads while the prefill runs."""
+    num_told_blocks: tuple[int, ...] = ()
+    """Per KV cache group, of the published table."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -122,10 +124,31 @@ class Transfer:
         """There were readers, and none of them wants anything more."""
         return bool(self.readers) and all(reader.is_done for reader in self.readers.values())
 
-    def offer_to(self, request_id: RequestId, reader: Reader, producer: Incarnation, lease_ttl_s: float) -> Offer:
-        """What a reader is told of it: before the prefill has ended, blocks only if it streams."""
+    def publish(self, num_tokens: int, block_ids: BlockTable) -> None:
+        """These tokens are written and lie in these blocks, which are pinned. Readers are told of what is new if the table
+        goes on where it was."""
+        if not self.goes_on(block_ids):
+            for reader in self.readers.values():
+                reader.num_told_blocks = ()
+        self.num_tokens, self.block_ids = num_tokens, block_ids
+
+    def goes_on(self, block_ids: BlockTable) -> bool:
+        """A table begins with what is published."""
+        heads = self.block_ids
+        return bool(heads) and all(table[: len(head)] == head for table, head in zip(block_ids, heads, strict=True))
+
+    def offer_to(
+        self, request_id: RequestId, reader: Reader, producer: Incarnation, lease_ttl_s: float, *, is_whole: bool
+    ) -> Offer:
+        """What a reader is told of it: before the prefill has ended, blocks only if it streams; without `is_whole` only those
+        it was not told of."""
         is_ready = self.state is TransferState.LEASED
         may_read = is_ready or reader.streams
+        table = self.block_ids if may_read else ()
+        num_known_blocks = () if is_whole else reader.num_told_blocks
+        reader.num_told_blocks = tuple(map(len, table))
+        if num_known_blocks:
+            table = tuple(ids[num_known:] for ids, num_known in zip(table, num_known_blocks, strict=True))
         return Offer(
             incarnation=producer,
             transfer_id=self.transfer_id,
@@ -133,10 +156,11 @@ class Transfer:
             state="ready" if is_ready else "pending",
             num_tokens=self.num_tokens if may_read else 0,
             generation=self.generation,
-            block_ids=self.block_ids if may_read else (),
+            block_ids=table,
             prompt_digest=self.prompt_digest,
             lease_ttl_s=lease_ttl_s,
             num_layers_ready=0,
+            num_known_blocks=num_known_blocks,
         )
 
     def unpinned_blocks(self, block_ids: BlockTable) -> tuple[int, ...]:
@@ -144,9 +168,8 @@ class Transfer:
 
         What was published is pinned: of a table that goes on from there only the rest is looked at.
         """
-        starts = [len(published) for published in self.block_ids]
-        if starts and all(table[: len(head)] == head for table, head in zip(block_ids, self.block_ids, strict=True)):
-            return blocks_of(tuple(table[start:] for table, start in zip(block_ids, starts, strict=True)))
+        if self.goes_on(block_ids):
+            return blocks_of(tuple(table[len(head) :] for table, head in zip(block_ids, self.block_ids, strict=True)))
         pinned = {block_id for pin in self.pins for block_id in pin}
         return tuple(block_id for block_id in blocks_of(block_ids) if block_id not in pinned)
 

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from vllm_mooncake_ascend import limits
 from vllm_mooncake_ascend.layout.blocks import num_blocks_for, tokens_of_whole_blocks
 from vllm_mooncake_ascend.layout.plane import GroupLayout
 from vllm_mooncake_ascend.p2p import counters
 from vllm_mooncake_ascend.p2p.fetches import Fetch
-from vllm_mooncake_ascend.wire.messages import Offer
+from vllm_mooncake_ascend.wire.messages import PROTOCOL_VERSION, Offer, Welcome
+
+
+def why_no_peer(welcome: Welcome) -> tuple[str, ...]:
+    """Why an engine cannot be read from whatever its layout is, empty when it may be."""
+    if welcome.version != PROTOCOL_VERSION:
+        return (f"protocol version: {PROTOCOL_VERSION} here, {welcome.version} there",)
+    return () if welcome.ranks else ("no layout of any rank was told",)
 
 
 def why_refused(offer: Offer, fetch: Fetch) -> str:
@@ -32,6 +41,19 @@ def is_newer(offer: Offer, known: Offer | None) -> bool:
     if known.state == "ready":
         return False
     return offer.state == "ready" or (offer.generation, offer.num_tokens) > (known.generation, known.num_tokens)
+
+
+def joined(offer: Offer, known: Offer | None) -> Offer | None:
+    """An offer with the whole table: what it leaves out is known. None when it is not: a message was lost between them."""
+    if not offer.num_known_blocks:
+        return offer
+    if known is None or known.generation != offer.generation or len(known.block_ids) != len(offer.block_ids):
+        return None
+    if any(len(table) < num_known for table, num_known in zip(known.block_ids, offer.num_known_blocks, strict=True)):
+        return None
+    parts = zip(known.block_ids, offer.num_known_blocks, offer.block_ids, strict=True)
+    tables = tuple(table[:num_known] + more for table, num_known, more in parts)
+    return msgspec.structs.replace(offer, block_ids=tables, num_known_blocks=())
 
 
 def why_unusable(offer: Offer, groups: tuple[GroupLayout, ...]) -> str:

@@ -193,6 +193,11 @@ class Peers:
         )
         self._ask(peer, ("subscribe", *ids), message, now)
 
+    def ask_again(self, peer: Peer, ids: ReaderIds, now: float) -> None:
+        """A message about a transfer was lost: ask for all of it, unless that is under way."""
+        if ("subscribe", *ids) not in peer.unanswered:
+            self.subscribe(peer, ids, now)
+
     def confirm(self, peer: Peer, ids: ReaderIds, now: float) -> None:
         """All is read: ask whether it was the right bytes; the lease is renewed until the answer."""
         self._say_done(peer, ids, now, ok=True)
@@ -267,8 +272,8 @@ class Peers:
             now,
         )
         for ids in held:
-            if peer.readers[ids] is Standing.PENDING and ("subscribe", *ids) not in peer.unanswered:
-                self.subscribe(peer, ids, now)
+            if peer.readers[ids] is Standing.PENDING:
+                self.ask_again(peer, ids, now)
 
     def _is_silent(self, peer: Peer, now: float) -> bool:
         """Asked before each repetition, so that the last message had a moment to be answered, too."""

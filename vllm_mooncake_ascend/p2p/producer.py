@@ -158,7 +158,7 @@ class Producer:
             self._end(transfer, TransferInput.ENDED_WITH_KV, counters.CAPACITY, now)
         else:
             self._pins.pin(transfer, event.block_ids)
-            transfer.num_tokens, transfer.block_ids = event.num_tokens, event.block_ids
+            transfer.publish(event.num_tokens, event.block_ids)
             self._pins.keep(transfer, event.block_ids)
             for _, reader in transfer.unfinished():
                 reader.promised_until_s = max(reader.promised_until_s, now + self._settings.lease_ttl_s)
@@ -172,10 +172,10 @@ class Producer:
         if not (self._settings.streams and transfer.has_streaming_reader()) or event.num_tokens <= transfer.num_tokens:
             return
         self._pins.pin(transfer, event.block_ids)
-        transfer.num_tokens, transfer.block_ids = event.num_tokens, event.block_ids
+        transfer.publish(event.num_tokens, event.block_ids)
         for key, reader in transfer.unfinished():
             if reader.streams:
-                self._offer(transfer, key, reader)
+                self._offer(transfer, key, reader, is_whole=False)
 
     def _withdraw(self, transfer: Transfer) -> None:
         """Blocks of this generation are no longer offered. Who reads them reads all again, of the next."""
@@ -372,8 +372,9 @@ class Producer:
 
     # --- actions ------------------------------------------------------------------------------------------------------
 
-    def _offer(self, transfer: Transfer, key: ReaderKey, reader: Reader) -> None:
-        self._send(reader.peer, transfer.offer_to(key[1], reader, self._incarnation, self._settings.lease_ttl_s))
+    def _offer(self, transfer: Transfer, key: ReaderKey, reader: Reader, *, is_whole: bool = True) -> None:
+        ttl_s = self._settings.lease_ttl_s
+        self._send(reader.peer, transfer.offer_to(key[1], reader, self._incarnation, ttl_s, is_whole=is_whole))
 
     def _say_gone(self, transfer_id: TransferId, key: ReaderKey, peer: bytes, reason: str) -> None:
         self._send(

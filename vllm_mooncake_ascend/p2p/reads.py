@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from vllm_mooncake_ascend import limits
+from vllm_mooncake_ascend.layout.blocks import table_between, tokens_of_whole_blocks
 from vllm_mooncake_ascend.layout.plane import GroupLayout
 from vllm_mooncake_ascend.p2p import actions, counters, events, offers
 from vllm_mooncake_ascend.p2p.fetch_table import FetchTable
@@ -94,18 +95,23 @@ class Reads:
         """Order what can be read and was not ordered yet. The first part is ordered even if it is of no tokens: from then on
         every rank owes an end."""
         assert fetch.offer is not None, "only an offered transfer is read"
-        end_token = offers.readable_token(fetch, self._groups, peer.ranks[0].groups)
+        there = peer.ranks[0].groups
+        end_token = offers.readable_token(fetch, self._groups, there)
         is_last = fetch.offer.state == "ready"
         if end_token <= fetch.ordered_token and not is_last and fetch.num_parts:
             return
+        first_token = fetch.ordered_token
+        table_token = tokens_of_whole_blocks(first_token, (*self._groups, *there))
+        wanted = (table_token, end_token) if first_token < end_token else None
         order = ReadOrder(
             transfer_id=fetch.transfer.transfer_id,
             request_id=fetch.request_id,
             incarnation=fetch.transfer.incarnation,
-            first_token=fetch.ordered_token,
+            first_token=first_token,
             end_token=end_token,
-            remote_block_ids=fetch.offer.block_ids,
-            local_block_ids=fetch.block_ids,
+            remote_block_ids=_tables_between(there, *wanted, fetch.offer.block_ids) if wanted else (),
+            local_block_ids=_tables_between(self._groups, *wanted, fetch.block_ids) if wanted else (),
+            table_token=table_token,
             part=fetch.num_parts,
             generation=fetch.generation,
             is_last=is_last,
@@ -262,3 +268,10 @@ class Reads:
 
     def _count(self, name: str, reason: str = counters.NO_REASON, *, amount: float = 1.0) -> None:
         self._do(actions.Count(name=name, reason=reason, amount=amount))
+
+
+def _tables_between(
+    groups: tuple[GroupLayout, ...], first_token: int, end_token: int, tables: events.BlockTable
+) -> events.BlockTable:
+    """Of block tables, the blocks that hold tokens [first_token, end_token)."""
+    return tuple(table_between(group, first_token, end_token, table) for group, table in zip(groups, tables, strict=True))

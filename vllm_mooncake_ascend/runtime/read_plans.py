@@ -50,7 +50,8 @@ class ReadPlans:
             plan = self._plans[order.incarnation] = PeerPlan.build(self._layout, ranks)
         if order.first_token == order.end_token:
             return []
-        calls = plan.calls(order.first_token, order.end_token, order.local_block_ids, order.remote_block_ids)
+        first_token, end_token = order.first_token - order.table_token, order.end_token - order.table_token
+        calls = plan.calls(first_token, end_token, order.local_block_ids, order.remote_block_ids)
         self._calls.setdefault(order.request_id, []).extend(calls)
         return calls
 

@@ -74,7 +74,7 @@ class PressureBreaksPromises(LawlessProducer):
 
 class ProgressNotPinned(LawlessProducer):
     def _publish(self, transfer: Transfer, event: events.PrefillProgressed) -> None:
-        transfer.num_tokens, transfer.block_ids = event.num_tokens, event.block_ids
+        transfer.publish(event.num_tokens, event.block_ids)
         for key, reader in transfer.unfinished():
             self._offer(transfer, key, reader)
 

@@ -64,7 +64,14 @@ def _offer(offer: messages.Offer) -> None:
             f"lease_ttl_s must be {limits.LEASE_TTL_MIN_S} to {limits.LEASE_CEILING_S}, got {offer.lease_ttl_s}"
         )
     _count("groups of block_ids", len(offer.block_ids), limits.MAX_GROUPS)
-    _count("block_ids", sum(map(len, offer.block_ids)), limits.MAX_BLOCKS_PER_TRANSFER)
+    if offer.num_known_blocks and len(offer.num_known_blocks) != len(offer.block_ids):
+        raise RemoteProtocolError(
+            f"num_known_blocks must have {len(offer.block_ids)} entries, one a group, got {len(offer.num_known_blocks)}"
+        )
+    for num_known in offer.num_known_blocks:
+        _number("num_known_blocks", num_known, 0, limits.MAX_BLOCKS_PER_TRANSFER)
+    num_blocks = sum(offer.num_known_blocks) + sum(map(len, offer.block_ids))
+    _count("block_ids", num_blocks, limits.MAX_BLOCKS_PER_TRANSFER)
     for group in offer.block_ids:
         if group:
             _number("lowest block id", min(group), 0, _INT32_MAX)

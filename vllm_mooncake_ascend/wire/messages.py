@@ -32,7 +32,7 @@ import msgspec
 from vllm_mooncake_ascend.layout.plane import RankLayout
 from vllm_mooncake_ascend.types import Incarnation, RequestId, TransferId
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Changes with every change of a message; both sides must have the same (the fingerprint carries it)."""
 
 
@@ -96,12 +96,15 @@ class Offer(_Message, frozen=True, kw_only=True):
     generation: int
     """Counts preemptions of the prefill: what was read of blocks of another generation has to be read again."""
     block_ids: tuple[tuple[int, ...], ...]
-    """Per KV cache group the producer's block ids from token 0 on, covering `num_tokens`; 0 is the null block. Empty while
-    nothing may be read: pending, and the reader does not stream or nothing is published."""
+    """Per KV cache group the producer's block ids from token 0 on, less the `num_known_blocks`, covering `num_tokens`; 0 is
+    the null block. Empty while nothing may be read: pending, and the reader does not stream or nothing is published."""
     prompt_digest: bytes
     lease_ttl_s: float
     num_layers_ready: int
     """Reserved for layer-wise progress; all layers of the published tokens are ready while it is 0."""
+    num_known_blocks: tuple[int, ...] = ()
+    """Per KV cache group, how many blocks this reader was told of before, in this generation: `block_ids` goes on from there,
+    so that streaming a prompt costs what its blocks cost and not their square. Empty: all are here, as in any answer."""
 
 
 class Gone(_Message, frozen=True, kw_only=True):

@@ -21,8 +21,9 @@ class PeerRanks(msgspec.Struct, frozen=True, kw_only=True):
 class ReadOrder(msgspec.Struct, frozen=True, kw_only=True):
     """Read the KV of prompt tokens [first_token, end_token) of one transfer into local blocks: one part of a read.
 
-    `remote_block_ids` and `local_block_ids` are per KV cache group, counted from prompt token 0; positions before
-    `first_token` may be 0 (null) on either side. `request_id` is the local one. A part may be of no tokens.
+    `remote_block_ids` and `local_block_ids` are per KV cache group, counted from prompt token `table_token`; positions before
+    `first_token` may be 0 (null) on either side. `request_id` is the local one. A part may be of no tokens, and
+    then has no tables.
     """
 
     transfer_id: TransferId
@@ -36,6 +37,8 @@ class ReadOrder(msgspec.Struct, frozen=True, kw_only=True):
     """Parts of a read count from 0 and come in order."""
     generation: int = 0
     """Of the prefill: parts of an older one are of no use any more, and their calls that have not begun never do."""
+    table_token: int = 0
+    """A block begins with it in every group of both sides, so that a part carries its own blocks only."""
     is_last: bool = True
     """No part follows: the read ends when everything ordered so far of this generation is done."""
 

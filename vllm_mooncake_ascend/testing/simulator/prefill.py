@@ -283,7 +283,8 @@ class PrefillSide:
         block_ids = offer.block_ids[0]
         if not pinned.issuperset(block_ids) or offer.transfer_id in self._ended:
             raise Violation(f"transfer {offer.transfer_id} offers blocks {block_ids} that are not pinned")
-        if self._engine.pool.wrong(block_ids, self._prompts[offer.transfer_id], 0):
+        first = sum(offer.num_known_blocks)
+        if self._engine.pool.wrong(block_ids, self._prompts[offer.transfer_id], first):
             raise Violation(f"transfer {offer.transfer_id} offers blocks {block_ids} that do not hold its KV")
 
     def _check_verdict(self, peer: bytes, verdict: messages.Verdict) -> None:

@@ -136,10 +136,10 @@ class Workers:
                 ),
             )
             return
-        first = order.first_token // TOKENS_PER_BLOCK
-        end = -(-order.end_token // TOKENS_PER_BLOCK)
-        source = order.remote_block_ids[0][first:end] if first < end else ()
-        pairs = list(zip(source, order.local_block_ids[0][first:end], strict=True))
+        first = (order.first_token - order.table_token) // TOKENS_PER_BLOCK
+        end = -(-(order.end_token - order.table_token) // TOKENS_PER_BLOCK)
+        tables = (*order.remote_block_ids, *order.local_block_ids)
+        pairs = list(zip(*(table[first:end] for table in tables), strict=True))
         epochs = [self.engine.pool.epochs[target] for _, target in pairs]
         plan = self._plans[rank].setdefault(order.request_id, _Plan(self._layouts[order.incarnation]))
         self._feed(
