@@ -13,20 +13,32 @@ from vllm_mooncake_ascend.cli.bench.report import compared
 from vllm_mooncake_ascend.cli.bench.samples import Sample
 
 
-def test_pool_hits_are_compared_with_what_the_same_engines_did() -> None:
-    """Goal: ratios only within a set and a length. Method: two lengths, all ways; a set without a pool."""
+@pytest.mark.parametrize(("kind", "has_goals"), [("ours", True), ("vllm", False)])
+def test_what_is_compared(kind: str, has_goals: bool) -> None:
+    """Goal: ratios only within a set, its plain engine and a length, with goals for ours. Method: two lengths, all ways."""
     sample = [Sample(value=1.0, foreign_cores=0.0)]
-    ways = (hits_sets.COLD, hits_sets.POOL, hits_sets.LOCAL)
-    samples = {hits_sets._measure(way, length, "ours"): sample for way in ways for length in (516, 2053)}
-    found = hits_sets._comparisons(samples)
-    assert [
-        ("516 tokens", "ours: pool hit / cold"),
-        ("516 tokens", "ours: pool hit / local hit"),
-        ("2,053 tokens", "ours: pool hit / cold"),
-        ("2,053 tokens", "ours: pool hit / local hit"),
-    ] == [(one.below.case, compared(one.above, one.below)) for one in found]
-    alone = {hits_sets._measure(way, 516, "no connector"): sample for way in (hits_sets.COLD, hits_sets.LOCAL)}
-    assert [] == hits_sets._comparisons(alone)
+    this = hits_sets.KINDS[kind]
+    both = (hits_sets.COLD, hits_sets.LOCAL)
+    wanted = [(way, length, this.plain) for way in both for length in (516, 2053)]
+    wanted += [(way, length, this.subject) for way in (*both, hits_sets.POOL) for length in (516, 2053)]
+    samples = {hits_sets._measure(*one): sample for one in wanted}
+    samples |= {hits_sets._decode_measure(subject): sample for subject in (this.subject, this.plain)}
+
+    found = hits_sets._comparisons(this, samples)
+
+    assert all(one.below in samples for one in found)
+    told = [(one.above.case, one.above.name, compared(one.above, one.below), one.goal is not None) for one in found]
+    beside = f"{this.subject} / {this.plain}"
+    expected = [
+        (case, f"time to first token, {way}", beside, has_goals) for way in both for case in ("516 tokens", "2,053 tokens")
+    ]
+    for case in ("516 tokens", "2,053 tokens"):
+        expected += [
+            (case, "time to first token, pool hit", f"{this.subject}: pool hit / {way}", has_goals and way == hits_sets.LOCAL)
+            for way in both
+        ]
+    expected.append(("8 requests of 96 tokens", "decode", beside, has_goals))
+    assert expected == told
 
 
 def test_prompts_are_new_and_the_seed_s() -> None:

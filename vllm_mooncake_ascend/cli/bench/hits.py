@@ -1,12 +1,14 @@
 """`bench hits`: time to the first token when the prompt's prefix comes from the pool: ours beside vLLM's own store connector,
-and beside no connector at all.
+and a plain engine beside each.
 
-Each set of engines runs by itself, as three would share the cores; so sets are compared by their figures, and only what one
-set does is paired. Of each new prompt, in this order:
+Sets of engines run one after the other, as two would share the cores: what one set and its plain engine do is paired, and two
+sets are compared by their ratios. Of each new prompt, in this order, with a rest before each:
 
-    cold        the first engine computes it, and saves it
+    cold        the first engine computes it, and saves it; the plain engine computes it, before or after
     pool hit    the second engine, which has never seen it
-    local hit   the first one again, from its own cache
+    local hit   the first and the plain engine again, from their own caches
+
+After each round of prompts eight requests decode at once on the first engine, and on the plain one.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ def hits(
     model: Path = typer.Option(Path("build/models/smollm2-135m-instruct"), help="Model folder."),
     dtype: str = typer.Option("bfloat16", help="As vLLM has it."),
     lengths: list[int] = typer.Option((516, 2053), "--length", min=130, max=3900, help="Tokens of a prompt."),
-    kinds: list[str] = typer.Option(("none", "ours", "vllm"), "--set", help="none, ours or vllm; may be given again."),
+    kinds: list[str] = typer.Option(("ours", "vllm"), "--set", help="ours or vllm; may be given again."),
     rounds: int = typer.Option(7, min=1, help="Prompts of each length."),
     seed: int = run.SEED,
     max_foreign_cores: float = run.FOREIGN_CORES,

@@ -1,4 +1,4 @@
-"""The sets of engines of `bench hits`, and what is asked of them."""
+"""The sets of engines of `bench hits`, each beside a plain engine, and what is asked of them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ import msgspec
 
 from vllm_mooncake_ascend.cli import processes, servers, startup
 from vllm_mooncake_ascend.cli.bench.foreign_cpu import ForeignCpu
+from vllm_mooncake_ascend.cli.bench.pd_cases import SETTLE_S as REST_S
 from vllm_mooncake_ascend.cli.bench.report import Comparison, Measure
 from vllm_mooncake_ascend.cli.bench.run import Run
-from vllm_mooncake_ascend.cli.bench.samples import Sample
+from vllm_mooncake_ascend.cli.bench.samples import Goal, Sample
 from vllm_mooncake_ascend.cli.demo_client import read_metrics
 from vllm_mooncake_ascend.cli.local_cluster import LocalCluster, Server
 from vllm_mooncake_ascend.cli.master_http import MasterHttp
@@ -33,23 +34,52 @@ POLL_S = 0.1
 FIRST_TOKEN, END_TOKEN = 1_000, 30_000
 HITS = "vllm:external_prefix_cache_hits_total"
 COLD, LOCAL, POOL = "cold", "local hit", "pool hit"
+RUNNING = 8
+"""Requests that decode at once."""
+RUNNING_TOKENS = 96
+RUNNING_PROMPT = 64
+"""Less than a block: neither saved nor loaded."""
+GOALS = {
+    (POOL, LOCAL): Goal(limit=1.5, is_ceiling=True),
+    (COLD, ""): Goal(limit=1.03, is_ceiling=True),
+    (LOCAL, ""): Goal(limit=1.05, is_ceiling=True),
+    ("decode", ""): Goal(limit=1 / 0.98, is_ceiling=True),
+}
+"""Of ratios of ours: of two ways, or of one way with the pool and without."""
 
 
 class Kind(msgspec.Struct, frozen=True, kw_only=True):
     """One set."""
 
     subject: str
-    num_engines: int
     role: str
     """Of `servers.CONNECTORS`, or another word for none of ours."""
     peer_connector: str = ""
 
+    @property
+    def plain(self) -> str:
+        """The engine beside it, by name: figures of two sets are of different minutes."""
+        return f"no connector, beside {self.subject}"
+
 
 KINDS = {
-    "none": Kind(subject="no connector", num_engines=1, role="plain"),
-    "ours": Kind(subject="ours", num_engines=2, role=servers.POOL),
-    "vllm": Kind(subject="vLLM's store", num_engines=2, role="peer", peer_connector="MooncakeStoreConnector"),
+    "ours": Kind(subject="ours", role=servers.POOL),
+    "vllm": Kind(subject="vLLM's store", role="peer", peer_connector="MooncakeStoreConnector"),
 }
+_PLAIN = Kind(subject="no connector", role="plain")
+
+
+class _Set(msgspec.Struct, frozen=True, kw_only=True):
+    """A set that runs."""
+
+    kind: Kind
+    session: aiohttp.ClientSession
+    first: str
+    """URL of the engine that computes and saves."""
+    second: str
+    """That loads."""
+    plain: str
+    master: MasterHttp
 
 
 class Failed(Exception):
@@ -78,40 +108,37 @@ def measure_set(run: Run, kind: Kind, model: Path, dtype: str, lengths: Sequence
         tempfile.TemporaryDirectory(prefix="bench-hits-") as folder,
         LocalCluster(LOGS) as cluster,
     ):
-        master = None
-        if kind.num_engines > 1:
-            master = cluster.start(servers.master())
-            cluster.wait_ready()
-        engines = [
-            cluster.start(_engine(f"{kind.role}{number}", kind, model, dtype, master, Path(folder)))
-            for number in range(kind.num_engines)
-        ]
+        master = cluster.start(servers.master())
+        cluster.wait_ready()
+        kinds = {"first": kind, "second": kind, "plain": _PLAIN}
+        urls = {name: cluster.start(_engine(name, one, model, dtype, master, Path(folder))).url for name, one in kinds.items()}
         with startup.progress(run.console, cluster) as show:
             cluster.wait_ready(on_poll=show)
-        http = None if master is None else MasterHttp(master.url.removeprefix("http://"))
+        http = MasterHttp(master.url.removeprefix("http://"))
         with run.console.status(f"{kind.subject}: asking"):
-            found = asyncio.run(_ask_all(run, kind, [engine.url for engine in engines], http, lengths))
-    run.add(found.samples, _comparisons(found.samples))
-    if kind.num_engines > 1:
-        run.note(
-            f"{kind.subject}: of {run.num_rounds * len(lengths)} prompts {found.num_failed} failed, {found.num_missed} loaded "
-            f"nothing, {found.num_different} were answered otherwise than a local hit."
-        )
+            found = asyncio.run(_ask_all(run, kind, urls, http, lengths))
+    run.add(found.samples, _comparisons(kind, found.samples))
+    pool_hits = [sample.value for measure, some in found.samples.items() if POOL in measure.name for sample in some]
+    run.note(
+        f"{kind.subject}: of {run.num_rounds * len(lengths)} prompts {found.num_failed} failed, {found.num_missed} loaded "
+        f"nothing, {found.num_different} were answered otherwise than a local hit; the slowest pool hit took "
+        f"{max(pool_hits, default=0.0):.0f} ms."
+    )
 
 
-def _engine(name: str, kind: Kind, model: Path, dtype: str, master: Server | None, folder: Path) -> servers.ServerSpec:
+def _engine(name: str, kind: Kind, model: Path, dtype: str, master: Server, folder: Path) -> servers.ServerSpec:
     arguments = [
         *("--served-model-name", MODEL_NAME, "--dtype", dtype, "--enforce-eager", "--max-model-len", "4096"),
         *("--max-num-batched-tokens", "512", "--max-num-seqs", "8"),
     ]
     environment = servers.cpu_environment(os.environ, kv_cache_gib=1) | servers.pool_environment(os.environ)
     extra: Mapping[str, object] | None = None
-    if master is not None and kind.peer_connector:
+    if kind.peer_connector:
         path = folder / "mooncake.json"
         path.write_text(json.dumps(_peer_config(master.rpc_address)))
         environment["MOONCAKE_CONFIG_PATH"] = str(path)
         arguments += ["--kv-transfer-config", json.dumps({"kv_connector": kind.peer_connector, "kv_role": "kv_both"})]
-    elif master is not None:
+    elif kind is not _PLAIN:
         extra = servers.pool_settings(kind.role, master.rpc_address, SEGMENT)
     return servers.engine(name, kind.role, str(model), arguments=arguments, environment=environment, extra=extra)
 
@@ -130,48 +157,63 @@ def _peer_config(master_address: str) -> dict[str, object]:
 # --- asking ------------------------------------------------------------------------------------------------------------
 
 
-async def _ask_all(run: Run, kind: Kind, urls: Sequence[str], master: MasterHttp | None, lengths: Sequence[int]) -> _Found:
+async def _ask_all(run: Run, kind: Kind, urls: Mapping[str, str], master: MasterHttp, lengths: Sequence[int]) -> _Found:
     found = _Found(samples={})
     draw = random.Random(run.seed)
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ASK_S)) as session:
-        for url in urls:
+        this = _Set(kind=kind, session=session, master=master, **urls)
+        for url in urls.values():
             await _ask(session, url, _prompt(draw, 600))
         for _ in range(run.num_rounds):
             for length in draw.sample(lengths, k=len(lengths)):
                 try:
-                    await _ask_one(session, kind, urls, master, _prompt(draw, length), found)
+                    await _ask_one(this, draw, length, found)
                 except (Failed, aiohttp.ClientError, TimeoutError):
                     found.num_failed += 1
+            await _decode(this, draw, found)
     return found
 
 
-async def _ask_one(
-    session: aiohttp.ClientSession,
-    kind: Kind,
-    urls: Sequence[str],
-    master: MasterHttp | None,
-    prompt: list[int],
-    found: _Found,
-) -> None:
+async def _ask_one(this: _Set, draw: random.Random, length: int, found: _Found) -> None:
     """One prompt, all ways; its samples count only when all were answered."""
-    taken: dict[str, Sample] = {}
-    used_before = await _used_bytes(master)
-    taken[COLD], _ = await _sample(session, urls[0], prompt)
-    text = ""
-    if master is not None:
-        await _settled(master, above=used_before)
-        hits_before = (await read_metrics(session, urls[1])).get(HITS, 0.0)
-        taken[POOL], text = await _sample(session, urls[1], prompt)
-        # Published with a later step.
-        await _ask(session, urls[1], prompt[:100])
-        found.num_missed += (await read_metrics(session, urls[1])).get(HITS, 0.0) == hits_before
-    taken[LOCAL], local_text = await _sample(session, urls[0], prompt)
-    found.num_different += master is not None and text != local_text
-    for name, sample in taken.items():
-        found.samples.setdefault(_measure(name, len(prompt), kind.subject), []).append(sample)
+    prompt = _prompt(draw, length)
+    taken: dict[Measure, Sample] = {}
+    used_before = await _used_bytes(this.master)
+    texts = {}
+    for subject, url in draw.sample(_with_and_without(this), k=2):
+        taken[_measure(COLD, length, subject)], _ = await _sample(this.session, url, prompt)
+    await _settled(this.master, above=used_before)
+    hits_before = (await read_metrics(this.session, this.second)).get(HITS, 0.0)
+    taken[_measure(POOL, length, this.kind.subject)], text = await _sample(this.session, this.second, prompt)
+    # Published with a later step.
+    await _ask(this.session, this.second, prompt[:100])
+    found.num_missed += (await read_metrics(this.session, this.second)).get(HITS, 0.0) == hits_before
+    for subject, url in draw.sample(_with_and_without(this), k=2):
+        taken[_measure(LOCAL, length, subject)], texts[subject] = await _sample(this.session, url, prompt)
+    found.num_different += text != texts[this.kind.subject]
+    for measure, sample in taken.items():
+        found.samples.setdefault(measure, []).append(sample)
+
+
+async def _decode(this: _Set, draw: random.Random, found: _Found) -> None:
+    """Requests that decode, all at once: what the connector costs where it has nothing to do."""
+    for subject, url in draw.sample(_with_and_without(this), k=2):
+        prompts = [_prompt(draw, RUNNING_PROMPT) for _ in range(RUNNING)]
+        await asyncio.sleep(REST_S)
+        noise = ForeignCpu()
+        started_s = time.monotonic()
+        await asyncio.gather(*(_ask(this.session, url, prompt, max_tokens=RUNNING_TOKENS) for prompt in prompts))
+        sample = Sample(value=1e3 * (time.monotonic() - started_s), foreign_cores=noise.cores())
+        found.samples.setdefault(_decode_measure(subject), []).append(sample)
+
+
+def _with_and_without(this: _Set) -> list[tuple[str, str]]:
+    return [(this.kind.subject, this.first), (this.kind.plain, this.plain)]
 
 
 async def _sample(session: aiohttp.ClientSession, url: str, prompt: list[int]) -> tuple[Sample, str]:
+    """After a rest, in which the queues of engines that were asked before stop to spin."""
+    await asyncio.sleep(REST_S)
     noise = ForeignCpu()
     started_s = time.monotonic()
     text = await _ask(session, url, prompt)
@@ -179,17 +221,15 @@ async def _sample(session: aiohttp.ClientSession, url: str, prompt: list[int]) -
     return Sample(value=1e3 * seconds, foreign_cores=noise.cores()), text
 
 
-async def _ask(session: aiohttp.ClientSession, url: str, prompt: list[int]) -> str:
-    body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": 1, "temperature": 0}
+async def _ask(session: aiohttp.ClientSession, url: str, prompt: list[int], *, max_tokens: int = 1) -> str:
+    body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
     async with session.post(f"{url}/v1/completions", json=body) as response:
         if response.status != 200:
             raise Failed(f"{url} answered {response.status}")
         return str((await response.json())["choices"][0]["text"])
 
 
-async def _used_bytes(master: MasterHttp | None) -> int:
-    if master is None:
-        return 0
+async def _used_bytes(master: MasterHttp) -> int:
     return sum(segment.used_bytes for segment in await asyncio.to_thread(master.segments))
 
 
@@ -213,12 +253,22 @@ def _measure(name: str, length: int, subject: str) -> Measure:
     return Measure(name=f"time to first token, {name}", case=f"{length:,} tokens", subject=subject, unit="ms", clock="wall")
 
 
-def _comparisons(samples: Mapping[Measure, Sequence[Sample]]) -> list[Comparison]:
-    """Pool hits over what the same engines did without the pool."""
-    by_name = {(one.name, one.case): one for one in samples}
-    return [
-        Comparison(above=pool, below=by_name[name, pool.case])
-        for pool in samples
-        if POOL in pool.name
-        for name in (f"time to first token, {COLD}", f"time to first token, {LOCAL}")
-    ]
+def _decode_measure(subject: str) -> Measure:
+    case = f"{RUNNING} requests of {RUNNING_TOKENS} tokens"
+    return Measure(name="decode", case=case, subject=subject, unit="ms", clock="wall")
+
+
+def _comparisons(kind: Kind, samples: Mapping[Measure, Sequence[Sample]]) -> list[Comparison]:
+    """Pool hits over what the same engines did without the pool, and all else over the plain engine beside them."""
+    goals = GOALS if kind.role == servers.POOL else {}
+    found = []
+    for above in samples:
+        what, _, way = above.name.rpartition(", ")
+        if above.subject != kind.subject:
+            continue
+        if way == POOL:
+            others = {other: msgspec.structs.replace(above, name=f"{what}, {other}") for other in (COLD, LOCAL)}
+        else:
+            others = {"": msgspec.structs.replace(above, subject=kind.plain)}
+        found += [Comparison(above=above, below=below, goal=goals.get((way, other))) for other, below in others.items()]
+    return found
