@@ -128,13 +128,15 @@ def test_each_reader_is_told_what_it_does_not_know() -> None:
     assert [(((8,),), (3,))] * 2 == fourth
 
 
-def test_a_table_that_does_not_go_on_is_told_whole() -> None:
-    """Goal: what a reader knows is never joined with a table of another beginning. Method: progress in other blocks without
-    the news of a preemption."""
+def test_a_table_of_another_beginning_is_of_another_generation() -> None:
+    """Goal: what a reader knows is never joined with other blocks. Method: progress in other blocks."""
     stage = running()
     stage.progress(5)
 
-    assert [written(8, 9)] == sent(stage.progress(8, 9))
+    elsewhere = stage.progress(8, 9)
+
+    assert [unpin(5), pin(8, 9)] == others(elsewhere)
+    assert [written(generation=1), written(8, 9, generation=1)] == sent(elsewhere)
 
 
 def stage_sent(done: list[Any]) -> list[Any]:
@@ -170,14 +172,6 @@ def test_who_says_it_has_read_before_the_end_has_lost() -> None:
     stage.progress(5)
 
     assert [False] == verdicts(stage.read_done())
-
-
-def test_a_table_that_is_another_one_is_pinned_whole() -> None:
-    """Goal: what is offered is pinned, though nobody told of a preemption. Method: progress in other blocks than before."""
-    stage = running()
-    stage.progress(5)
-
-    assert [pin(8, 9)] == others(stage.progress(8, 9))
 
 
 # --- consumer --------------------------------------------------------------------------------------------------------------
@@ -254,6 +248,44 @@ def test_what_does_not_join_is_asked_for_once(unjoined: messages.Offer, is_alloc
     answered = stage.hear(written(5, 6))
     part = 1 if is_allocated else 0
     assert [(part, 0, 4, 8, False)] == orders(answered if is_allocated else stage.allocate())
+
+
+def test_news_do_not_answer_a_question() -> None:
+    """Goal: what was lost is asked for until it is told. Method: a gap, then news that came late, then nothing for a while."""
+    stage = at_ready()
+    stage.hear(written(5, 6, 7, known=2))
+
+    stage.hear(written(5, 6, known=1))
+
+    assert messages.Subscribe(**about(), streams=True) in sent(stage.wait(limits.RESEND_S))
+
+
+@pytest.mark.parametrize("is_allocated", [False, True])
+@pytest.mark.parametrize(
+    "lie",
+    [
+        pytest.param({"num_tokens": 1 << 30, "block_ids": ()}, id="tokens without blocks"),
+        pytest.param({"num_tokens": 1 << 30, "block_ids": (), "prompt_digest": b""}, id="nobody's tokens without blocks"),
+        pytest.param({"num_tokens": 8, "block_ids": (tuple(range(1, 100)),)}, id="more blocks than tokens"),
+        pytest.param({"num_tokens": 8, "block_ids": ((6,),), "num_known_blocks": (1 << 20,)}, id="more known than tokens"),
+    ],
+)
+def test_a_lying_producer_costs_its_own_request(lie: dict[str, Any], is_allocated: bool) -> None:
+    """Goal: no message ends the engine, or makes it work for what cannot be. Method: lie before and after the allocation."""
+    stage = at_ready()
+    if is_allocated:
+        stage.allocate()
+
+    done = stage.hear(offer("pending", **lie))
+
+    assert RELEASE in done_messages(done)
+    assert is_allocated == (CANCEL in done)
+    assert 1 == stage.counts[counters.LOADS_FAILED, counters.OFFER_INVALID]
+
+
+def done_messages(done: list[Any]) -> list[Any]:
+    """What was said to the producer."""
+    return [action.message for action in done if isinstance(action, actions.SendToProducer)]
 
 
 def test_an_order_carries_the_blocks_of_its_part() -> None:

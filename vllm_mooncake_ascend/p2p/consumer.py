@@ -248,15 +248,15 @@ class Consumer:
 
     def _offered(self, peer: Peer, fetch: Fetch, offer: messages.Offer, now: float) -> None:
         is_newer = offers.is_newer(offer, fetch.offer)
-        whole = offers.joined(offer, fetch.offer) if is_newer else offer
+        whole = offers.joined(offer, fetch) if is_newer else offer
         if whole is None:
             self._count(counters.MESSAGES_IGNORED, counters.OFFER_GAP)
             self._peers.ask_again(peer, fetch.ids, now)
             self._table.move(fetch, FetchInput.OFFERED_GAP, fetch.state)
             return
-        offer = whole
         is_ready = offer.state == "ready"
-        sent_s = self._peers.acknowledged(peer, fetch.ids, is_ready=is_ready, lease_ttl_s=offer.lease_ttl_s, now=now)
+        sent_s = self._peers.acknowledged(peer, fetch.ids, offer, now)
+        offer = whole
         fetch.acknowledged_s = max(fetch.acknowledged_s, sent_s or 0.0)
         what = FetchInput.OFFERED_READY if is_ready else FetchInput.OFFERED_PENDING
         if fetch.state is FetchState.CONFIRMING or (fetch.state in (FetchState.READY, FetchState.READING) and not is_newer):

@@ -124,14 +124,6 @@ class Transfer:
         """There were readers, and none of them wants anything more."""
         return bool(self.readers) and all(reader.is_done for reader in self.readers.values())
 
-    def publish(self, num_tokens: int, block_ids: BlockTable) -> None:
-        """These tokens are written and lie in these blocks, which are pinned. Readers are told of what is new if the table
-        goes on where it was."""
-        if not self.goes_on(block_ids):
-            for reader in self.readers.values():
-                reader.num_told_blocks = ()
-        self.num_tokens, self.block_ids = num_tokens, block_ids
-
     def goes_on(self, block_ids: BlockTable) -> bool:
         """A table begins with what is published."""
         heads = self.block_ids

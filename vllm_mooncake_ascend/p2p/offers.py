@@ -24,6 +24,8 @@ def why_refused(offer: Offer, fetch: Fetch) -> str:
 
     A pending offer of a transfer that no prefill has announced yet carries no digest; one that may be read always must.
     """
+    if _is_too_long(offer, fetch):
+        return counters.OFFER_INVALID
     if offer.prompt_digest == fetch.prompt_digest:
         return ""
     return counters.OTHER_PROMPT if may_be_read(offer) or offer.prompt_digest else ""
@@ -43,9 +45,18 @@ def is_newer(offer: Offer, known: Offer | None) -> bool:
     return offer.state == "ready" or (offer.generation, offer.num_tokens) > (known.generation, known.num_tokens)
 
 
-def joined(offer: Offer, known: Offer | None) -> Offer | None:
-    """An offer with the whole table: what it leaves out is known. None when it is not: a message was lost between them."""
-    if not offer.num_known_blocks:
+def _is_too_long(offer: Offer, fetch: Fetch) -> bool:
+    """A table has more blocks than the prompt has tokens. Nobody's layout need be known to say so."""
+    num_known_blocks = offer.num_known_blocks or (0,) * len(offer.block_ids)
+    numbers = zip(num_known_blocks, offer.block_ids, strict=True)
+    return any(num_known + len(ids) > fetch.num_prompt_tokens for num_known, ids in numbers)
+
+
+def joined(offer: Offer, fetch: Fetch) -> Offer | None:
+    """An offer with the whole table: what it leaves out is known. None when it is not: a message was lost between them. One
+    that is too long stays as it is, to be refused."""
+    known = fetch.offer
+    if not offer.num_known_blocks or _is_too_long(offer, fetch):
         return offer
     if known is None or known.generation != offer.generation or len(known.block_ids) != len(offer.block_ids):
         return None
@@ -59,7 +70,7 @@ def joined(offer: Offer, known: Offer | None) -> Offer | None:
 def why_unusable(offer: Offer, groups: tuple[GroupLayout, ...]) -> str:
     """Why an offer makes no sense with the layout of its engine, "" when it does."""
     if not may_be_read(offer):
-        return ""
+        return counters.OFFER_INVALID if offer.num_tokens else ""
     if len(offer.block_ids) != len(groups):
         return counters.OFFER_INVALID
     needed = (num_blocks_for(offer.num_tokens, group.tokens_per_block) for group in groups)

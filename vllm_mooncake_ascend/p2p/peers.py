@@ -147,14 +147,17 @@ class Peers:
         self._arm(peer)
         return is_news
 
-    def acknowledged(self, peer: Peer, ids: ReaderIds, *, is_ready: bool, lease_ttl_s: float, now: float) -> float | None:
-        """An Offer came: the subscription counts from its first sending, which is returned if this is the first Offer."""
-        asked = peer.unanswered.pop(("subscribe", *ids), None)
+    def acknowledged(self, peer: Peer, ids: ReaderIds, offer: messages.Offer, now: float) -> float | None:
+        """An Offer came: the subscription counts from its first sending, which is returned if this is the first Offer.
+
+        A question is open until all is told: news that leave out what is known answer none.
+        """
+        asked = peer.unanswered.pop(("subscribe", *ids), None) if not offer.num_known_blocks else None
         before = peer.readers.get(ids)
         if before is None:
             return None
-        peer.readers[ids] = Standing.READY if is_ready or before is Standing.READY else Standing.PENDING
-        peer.lease_ttl_s = min(peer.lease_ttl_s, lease_ttl_s)
+        peer.readers[ids] = Standing.READY if offer.state == "ready" or before is Standing.READY else Standing.PENDING
+        peer.lease_ttl_s = min(peer.lease_ttl_s, offer.lease_ttl_s)
         if peer.renew_at_s is None:
             peer.renew_at_s = now + self._renew_interval_s(peer)
         self._arm(peer)

@@ -158,7 +158,7 @@ class Producer:
             self._end(transfer, TransferInput.ENDED_WITH_KV, counters.CAPACITY, now)
         else:
             self._pins.pin(transfer, event.block_ids)
-            transfer.publish(event.num_tokens, event.block_ids)
+            transfer.num_tokens, transfer.block_ids = event.num_tokens, event.block_ids
             self._pins.keep(transfer, event.block_ids)
             for _, reader in transfer.unfinished():
                 reader.promised_until_s = max(reader.promised_until_s, now + self._settings.lease_ttl_s)
@@ -168,11 +168,14 @@ class Producer:
                 self._offer(transfer, key, reader)
 
     def _publish(self, transfer: Transfer, event: events.PrefillProgressed) -> None:
-        """Offer what is written to those who read while the prefill runs."""
+        """Offer what is written to those who read while the prefill runs. A table of another beginning is of other blocks,
+        whether or not a preemption was told."""
         if not (self._settings.streams and transfer.has_streaming_reader()) or event.num_tokens <= transfer.num_tokens:
             return
+        if transfer.block_ids and not transfer.goes_on(event.block_ids):
+            self._withdraw(transfer)
         self._pins.pin(transfer, event.block_ids)
-        transfer.publish(event.num_tokens, event.block_ids)
+        transfer.num_tokens, transfer.block_ids = event.num_tokens, event.block_ids
         for key, reader in transfer.unfinished():
             if reader.streams:
                 self._offer(transfer, key, reader, is_whole=False)

@@ -100,17 +100,17 @@ class Reads:
         is_last = fetch.offer.state == "ready"
         if end_token <= fetch.ordered_token and not is_last and fetch.num_parts:
             return
-        first_token = fetch.ordered_token
-        table_token = tokens_of_whole_blocks(first_token, (*self._groups, *there))
-        wanted = (table_token, end_token) if first_token < end_token else None
+        first_token = table_token = fetch.ordered_token
+        if first_token < end_token:
+            table_token = tokens_of_whole_blocks(first_token, (*self._groups, *there))
         order = ReadOrder(
             transfer_id=fetch.transfer.transfer_id,
             request_id=fetch.request_id,
             incarnation=fetch.transfer.incarnation,
             first_token=first_token,
             end_token=end_token,
-            remote_block_ids=_tables_between(there, *wanted, fetch.offer.block_ids) if wanted else (),
-            local_block_ids=_tables_between(self._groups, *wanted, fetch.block_ids) if wanted else (),
+            remote_block_ids=_tables_between(there, table_token, end_token, fetch.offer.block_ids),
+            local_block_ids=_tables_between(self._groups, table_token, end_token, fetch.block_ids),
             table_token=table_token,
             part=fetch.num_parts,
             generation=fetch.generation,
@@ -273,5 +273,7 @@ class Reads:
 def _tables_between(
     groups: tuple[GroupLayout, ...], first_token: int, end_token: int, tables: events.BlockTable
 ) -> events.BlockTable:
-    """Of block tables, the blocks that hold tokens [first_token, end_token)."""
+    """Of block tables, the blocks that hold tokens [first_token, end_token); no tables of no tokens."""
+    if first_token == end_token:
+        return ()
     return tuple(table_between(group, first_token, end_token, table) for group, table in zip(groups, tables, strict=True))

@@ -2,8 +2,8 @@
 
 The piece of a KV cache group is the largest run of tokens that is never cut by a block's end on either side: the greatest
 common divisor of both kernel block sizes, the whole block where they are equal. Piece i of a read lies in the kernel block
-`blocks[i]` of a side, `slots[i]` pieces from its start. Alignment is by absolute token position, so a prefix that is already
-here, or block tables of different sizes, need no special care.
+`blocks[i]` of a side, `slots[i]` pieces from its start. Alignment is by token position in the tables, so a prefix that is
+already here, or block tables of different sizes, need no special care.
 
 A recurrent state has one piece: its newest block on either side.
 

@@ -103,7 +103,8 @@ class PeerPlan:
         local_block_ids: Sequence[Sequence[int]],
         remote_block_ids: Sequence[Sequence[int]],
     ) -> list[tuple[Session, CopyBatch]]:
-        """Engine calls that bring tokens [first_token, end_token); block tables are per KV cache group, from token 0 on.
+        """Engine calls that bring tokens [first_token, end_token); block tables are per KV cache group, from token 0 on, or all
+        of them and the tokens from a block's edge on that is one in every group of both sides.
 
         Raises:
             LocalProtocolError, RemoteProtocolError: see `pieces.find_pieces`.

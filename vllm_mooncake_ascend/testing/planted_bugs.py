@@ -65,6 +65,10 @@ PLANTED_BUGS = (
     PlantedBug("preemption of a streamed prefill not told", _machines(producer=producers.PreemptionNotTold), "wild", 3_000),
     PlantedBug("first part taken for the last", _machines(consumer=with_reads(consumers.EveryPartIsTheLast)), "gentle", 500),
     PlantedBug("read ends with its first part", _machines(reader=producers.FirstPartIsAll), "gentle", 500),
+    PlantedBug(
+        "blocks told before a preemption left out", _machines(producer=producers.ToldBeforeThePreemption), "wild", 3_000
+    ),
+    PlantedBug("tables of a part taken for whole", _machines(consumer=with_reads(consumers.TablesFromTheStart)), "gentle", 500),
     PlantedBug("progress offered without pins", _machines(producer=producers.ProgressNotPinned), "gentle", 500),
     PlantedBug("progress of a scheduled step offered", _machines(publishes_scheduled_progress=True), "gentle", 500),
     PlantedBug("lease expires with the prefill", _machines(producer=producers.ExpiresWhileRunning), "gentle", 500),

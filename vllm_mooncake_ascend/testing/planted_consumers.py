@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -104,18 +105,33 @@ class GenerationIgnored(Reads):
         super().go_on(fetch, offer, now)
 
 
+@contextlib.contextmanager
+def orders_changed(reads: Reads, **changes: Any) -> Iterator[None]:
+    """Orders go out with other values in some fields."""
+    do = reads._do
+
+    def do_otherwise(action: actions.ConsumerAction) -> None:
+        if isinstance(action, actions.OrderRead):
+            action = actions.OrderRead(order=msgspec.structs.replace(action.order, **changes))
+        do(action)
+
+    reads._do = do_otherwise
+    yield
+    reads._do = do
+
+
 class EveryPartIsTheLast(Reads):
     def _order_part(self, fetch: Fetch, peer: Peer) -> None:
-        do = self._do
+        with orders_changed(self, is_last=True):
+            super()._order_part(fetch, peer)
 
-        def do_as_last(action: actions.ConsumerAction) -> None:
-            if isinstance(action, actions.OrderRead):
-                action = actions.OrderRead(order=msgspec.structs.replace(action.order, is_last=True))
-            do(action)
 
-        self._do = do_as_last
-        super()._order_part(fetch, peer)
-        self._do = do
+class TablesFromTheStart(Reads):
+    """Tables begin where the part begins, and workers are not told."""
+
+    def _order_part(self, fetch: Fetch, peer: Peer) -> None:
+        with orders_changed(self, table_token=0):
+            super()._order_part(fetch, peer)
 
 
 def with_reads(bad_reads: type[Reads]) -> Callable[..., Consumer]:

@@ -74,7 +74,7 @@ class PressureBreaksPromises(LawlessProducer):
 
 class ProgressNotPinned(LawlessProducer):
     def _publish(self, transfer: Transfer, event: events.PrefillProgressed) -> None:
-        transfer.publish(event.num_tokens, event.block_ids)
+        transfer.num_tokens, transfer.block_ids = event.num_tokens, event.block_ids
         for key, reader in transfer.unfinished():
             self._offer(transfer, key, reader)
 
@@ -85,6 +85,16 @@ class PreemptionNotTold(LawlessProducer):
     def _withdraw(self, transfer: Transfer) -> None:
         transfer.generation -= 1
         super()._withdraw(transfer)
+
+
+class ToldBeforeThePreemption(LawlessProducer):
+    """News after a preemption leave out what was told before it."""
+
+    def _withdraw(self, transfer: Transfer) -> None:
+        told = {key: reader.num_told_blocks for key, reader in transfer.readers.items()}
+        super()._withdraw(transfer)
+        for key, reader in transfer.readers.items():
+            reader.num_told_blocks = told[key]
 
 
 class ExpiresWhileRunning(LawlessProducer):

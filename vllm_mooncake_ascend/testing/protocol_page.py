@@ -90,7 +90,8 @@ With `transfer_mode: "stream"` on both engines, of a transfer that decode has su
 
 1. Each step of the prefill whose output has come back is progress: the whole blocks it has filled are pinned and come in an
    `Offer` that is still pending, to readers that stream. These pins do not count for `max_pinned_ratio`: the prefill holds the
-   blocks itself.
+   blocks itself. Such an `Offer` leaves out what this reader was told before (`num_known_blocks`); a reader that cannot join it
+   with what it knows, because a message was lost, subscribes again, and an answer is always whole.
 2. With the first of them decode tells vLLM that the whole prompt is remote, gets its blocks, and orders the read in parts, one
    an `Offer` that brings something new. The last part comes with `ready`; a rank ends its read when that is done.
 3. vLLM preempts the prefill, or its cache is reset: what was offered is unpinned, and the next `Offer` has another generation.

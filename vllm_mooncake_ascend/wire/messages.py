@@ -13,7 +13,8 @@ reader -> producer
 
 producer -> reader
     Welcome      incarnation, fingerprint and layout of all ranks
-    Offer        state of a transfer: pending, or ready with its blocks; also sent unasked when the state changes
+    Offer        state of a transfer: pending, or ready with its blocks; also sent unasked when the state changes, and then
+                 of what is new if a running prefill goes on: who cannot join that with what it knows subscribes again
     Gone         there is no such transfer (any more), and why
     Renewed      the renewal numbered `sequence` counts for the listed transfers; `gone` are not held
     Verdict      held: the blocks were ours to read until now; lost: they may have been overwritten

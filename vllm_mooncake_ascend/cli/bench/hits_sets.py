@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import random
@@ -37,8 +38,8 @@ COLD, LOCAL, POOL = "cold", "local hit", "pool hit"
 RUNNING = 8
 """Requests that decode at once."""
 RUNNING_TOKENS = 96
-RUNNING_PROMPT = 64
-"""Less than a block: neither saved nor loaded."""
+RUNNING_PROMPT = 24
+"""With the answer less than a block: neither saved nor loaded."""
 GOALS = {
     (POOL, LOCAL): Goal(limit=1.5, is_ceiling=True),
     (COLD, ""): Goal(limit=1.03, is_ceiling=True),
@@ -96,6 +97,11 @@ class _Found(msgspec.Struct):
     num_different: int = 0
     """Prompts whose pool hit and local hit were answered with other tokens."""
 
+    def add(self, taken: Mapping[Measure, Sample]) -> None:
+        """What belongs together: all of it counts, or none."""
+        for measure, sample in taken.items():
+            self.samples.setdefault(measure, []).append(sample)
+
 
 def measure_set(run: Run, kind: Kind, model: Path, dtype: str, lengths: Sequence[int]) -> None:
     """Start the set, ask, stop it, and add what was found to the run.
@@ -111,7 +117,10 @@ def measure_set(run: Run, kind: Kind, model: Path, dtype: str, lengths: Sequence
         master = cluster.start(servers.master())
         cluster.wait_ready()
         kinds = {"first": kind, "second": kind, "plain": _PLAIN}
-        urls = {name: cluster.start(_engine(name, one, model, dtype, master, Path(folder))).url for name, one in kinds.items()}
+        urls = {
+            name: cluster.start(_engine(f"{kind.role}-{name}", one, model, dtype, master, Path(folder))).url
+            for name, one in kinds.items()
+        }
         with startup.progress(run.console, cluster) as show:
             cluster.wait_ready(on_poll=show)
         http = MasterHttp(master.url.removeprefix("http://"))
@@ -120,7 +129,8 @@ def measure_set(run: Run, kind: Kind, model: Path, dtype: str, lengths: Sequence
     run.add(found.samples, _comparisons(kind, found.samples))
     pool_hits = [sample.value for measure, some in found.samples.items() if POOL in measure.name for sample in some]
     run.note(
-        f"{kind.subject}: of {run.num_rounds * len(lengths)} prompts {found.num_failed} failed, {found.num_missed} loaded "
+        f"{kind.subject}: of {run.num_rounds * len(lengths)} prompts and {run.num_rounds} times {RUNNING} requests "
+        f"{found.num_failed} failed, {found.num_missed} loaded "
         f"nothing, {found.num_different} were answered otherwise than a local hit; the slowest pool hit took "
         f"{max(pool_hits, default=0.0):.0f} ms."
     )
@@ -165,16 +175,16 @@ async def _ask_all(run: Run, kind: Kind, urls: Mapping[str, str], master: Master
         for url in urls.values():
             await _ask(session, url, _prompt(draw, 600))
         for _ in range(run.num_rounds):
-            for length in draw.sample(lengths, k=len(lengths)):
+            cases = [functools.partial(_ask_one, length=length) for length in lengths] + [functools.partial(_decode)]
+            for case in draw.sample(cases, k=len(cases)):
                 try:
-                    await _ask_one(this, draw, length, found)
+                    await case(this, draw, found)
                 except (Failed, aiohttp.ClientError, TimeoutError):
                     found.num_failed += 1
-            await _decode(this, draw, found)
     return found
 
 
-async def _ask_one(this: _Set, draw: random.Random, length: int, found: _Found) -> None:
+async def _ask_one(this: _Set, draw: random.Random, found: _Found, *, length: int) -> None:
     """One prompt, all ways; its samples count only when all were answered."""
     prompt = _prompt(draw, length)
     taken: dict[Measure, Sample] = {}
@@ -182,7 +192,8 @@ async def _ask_one(this: _Set, draw: random.Random, length: int, found: _Found) 
     texts = {}
     for subject, url in draw.sample(_with_and_without(this), k=2):
         taken[_measure(COLD, length, subject)], _ = await _sample(this.session, url, prompt)
-    await _settled(this.master, above=used_before)
+        if url == this.first:
+            await _settled(this.master, above=used_before)
     hits_before = (await read_metrics(this.session, this.second)).get(HITS, 0.0)
     taken[_measure(POOL, length, this.kind.subject)], text = await _sample(this.session, this.second, prompt)
     # Published with a later step.
@@ -191,20 +202,20 @@ async def _ask_one(this: _Set, draw: random.Random, length: int, found: _Found) 
     for subject, url in draw.sample(_with_and_without(this), k=2):
         taken[_measure(LOCAL, length, subject)], texts[subject] = await _sample(this.session, url, prompt)
     found.num_different += text != texts[this.kind.subject]
-    for measure, sample in taken.items():
-        found.samples.setdefault(measure, []).append(sample)
+    found.add(taken)
 
 
 async def _decode(this: _Set, draw: random.Random, found: _Found) -> None:
     """Requests that decode, all at once: what the connector costs where it has nothing to do."""
+    taken = {}
     for subject, url in draw.sample(_with_and_without(this), k=2):
         prompts = [_prompt(draw, RUNNING_PROMPT) for _ in range(RUNNING)]
         await asyncio.sleep(REST_S)
         noise = ForeignCpu()
         started_s = time.monotonic()
         await asyncio.gather(*(_ask(this.session, url, prompt, max_tokens=RUNNING_TOKENS) for prompt in prompts))
-        sample = Sample(value=1e3 * (time.monotonic() - started_s), foreign_cores=noise.cores())
-        found.samples.setdefault(_decode_measure(subject), []).append(sample)
+        taken[_decode_measure(subject)] = Sample(value=1e3 * (time.monotonic() - started_s), foreign_cores=noise.cores())
+    found.add(taken)
 
 
 def _with_and_without(this: _Set) -> list[tuple[str, str]]:

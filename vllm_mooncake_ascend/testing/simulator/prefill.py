@@ -63,6 +63,8 @@ class PrefillSide:
         self._prompts: dict[TransferId, int] = {}
         self._ended: set[TransferId] = set()
         """Transfers whose blocks were given back."""
+        self._told: dict[tuple[bytes, TransferId, RequestId], tuple[int, tuple[int, ...]]] = {}
+        """What each reader was told last of a table, and of which generation."""
         self._judged: dict[tuple[TransferId, Incarnation, RequestId], bool] = {}
         self._timer_at_s = 0.0
 
@@ -264,27 +266,36 @@ class PrefillSide:
     def _send(self, action: actions.SendToReader) -> None:
         message = action.message
         world = self._engine.world
-        if isinstance(message, messages.Offer) and message.block_ids:
-            self._check_offer(message)
-            if world.plan.lying_engine == self._engine.index and world.rng.random() < 0.5:
-                message = msgspec.structs.replace(message, block_ids=((),))
+        if isinstance(message, messages.Offer):
+            self._check_offer(action.peer, message)
+            if message.block_ids and world.plan.lying_engine == self._engine.index and world.rng.random() < 0.5:
+                lie = world.rng.choice(({"block_ids": ((),)}, {"block_ids": (), "num_known_blocks": ()}))
+                message = msgspec.structs.replace(message, **lie)
         if isinstance(message, messages.Verdict):
             self._check_verdict(action.peer, message)
         reader = world.by_incarnation.get(action.peer.decode())
         if reader is not None:
             world.side_channel.to_reader(self._engine, reader, message)
 
-    def _check_offer(self, offer: messages.Offer) -> None:
-        """What is offered is there, is right, and will stay: pinned, or about to be by this very event."""
+    def _check_offer(self, peer: bytes, offer: messages.Offer) -> None:
+        """What is offered is there, is right, and will stay: pinned, or about to be by this very event. What it leaves out
+        was told to this reader."""
+        key = (peer, offer.transfer_id, offer.request_id)
+        generation, told = self._told.get(key, (offer.generation, ()))
+        num_known = sum(offer.num_known_blocks)
+        if num_known > (len(told) if generation == offer.generation else 0):
+            raise Violation(f"an offer of {offer.transfer_id} leaves out {num_known} blocks that its reader was not told of")
+        block_ids = told[:num_known] + (offer.block_ids[0] if offer.block_ids else ())
+        self._told[key] = (offer.generation, block_ids)
+        if not block_ids:
+            return
         pinned = {block_id for pin in self._pinned.get(offer.transfer_id, ()) for block_id in pin}
         for pending in self._pending:
             if isinstance(pending, actions.PinBlocks) and pending.transfer_id == offer.transfer_id:
                 pinned.update(pending.block_ids)
-        block_ids = offer.block_ids[0]
         if not pinned.issuperset(block_ids) or offer.transfer_id in self._ended:
             raise Violation(f"transfer {offer.transfer_id} offers blocks {block_ids} that are not pinned")
-        first = sum(offer.num_known_blocks)
-        if self._engine.pool.wrong(block_ids, self._prompts[offer.transfer_id], first):
+        if self._engine.pool.wrong(block_ids, self._prompts[offer.transfer_id], 0):
             raise Violation(f"transfer {offer.transfer_id} offers blocks {block_ids} that do not hold its KV")
 
     def _check_verdict(self, peer: bytes, verdict: messages.Verdict) -> None:
