@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from vllm_mooncake_ascend.cli import main
 from vllm_mooncake_ascend.cli.bench import pd_measures, pd_moved, pd_report, pd_sets, pd_subjects
 from vllm_mooncake_ascend.cli.bench.pd import PARTS, SUBJECTS, TOKENS
-from vllm_mooncake_ascend.cli.bench.pd_answers import Tally, agreement
+from vllm_mooncake_ascend.cli.bench.pd_answers import Tally
 from vllm_mooncake_ascend.cli.bench.pd_asking import Answer, Handover
 from vllm_mooncake_ascend.cli.bench.pd_gaps import Gaps, idle_gaps, newcomer_gaps
 from vllm_mooncake_ascend.cli.bench.pd_moved import Moved
@@ -26,17 +26,24 @@ def answer_of(*token_ids: int, margins: tuple[float, ...] | None = None) -> Answ
 # --- answers -----------------------------------------------------------------------------------------------------------
 
 
+def counts_of(reference: Answer, answer: Answer, *, near_tie: float = 0.1) -> tuple[int, int, int, list[str]]:
+    """What a tally says of one answer: equal, near ties, different, and where it parted."""
+    tally = Tally()
+    tally.count(reference, answer, near_tie=near_tie, case="burst")
+    return tally.num_equal, tally.num_near_ties, tally.num_different, tally.partings
+
+
 def test_answers_with_the_same_tokens_are_equal() -> None:
     """Goal: margins do not matter then."""
-    assert "equal" == agreement(answer_of(1, 2), answer_of(1, 2, margins=(0.0, 0.0)), near_tie=0.1)
+    assert (1, 0, 0, []) == counts_of(answer_of(1, 2), answer_of(1, 2, margins=(0.0, 0.0)))
 
 
 def test_answers_may_part_where_the_plain_engine_could_not_decide() -> None:
     """Goal: the first different token counts, and the plain engine's margin there. Method: at, below and above the bound."""
     reference = answer_of(1, 2, 3, margins=(9.0, 0.1, 9.0))
-    assert "near tie" == agreement(reference, answer_of(1, 5, 6), near_tie=0.1)
-    assert "different" == agreement(reference, answer_of(1, 5, 6), near_tie=0.09)
-    assert "different" == agreement(reference, answer_of(7, 5, 6), near_tie=0.1)
+    assert (0, 1, 0, ["burst, token 2: 0.1"]) == counts_of(reference, answer_of(1, 5, 6))
+    assert (0, 0, 1, ["burst, token 2: 0.1"]) == counts_of(reference, answer_of(1, 5, 6), near_tie=0.09)
+    assert (0, 0, 1, ["burst, token 1: 9"]) == counts_of(reference, answer_of(7, 5, 6))
 
 
 # --- time between tokens -----------------------------------------------------------------------------------------------

@@ -221,17 +221,20 @@ def test_one_probe_is_under_way_at_a_time() -> None:
 
 
 def test_a_flapping_store_is_told_once_in_a_while() -> None:
-    """Goal: the operator's log stays readable. Method: five outages in half a minute; warnings are counted."""
+    """Goal: the operator's log stays readable, and says that it goes on. Method: outages for three periods; warnings are
+    counted."""
     stage = SchedulerStage()
-    for number in range(5):
+    start_s, number = stage.now, 0
+    while stage.now < start_s + 3 * limits.BREAKER_NOTE_S:
+        number += 1
         stage.arrive(f"r{number}")
-        stage.answer(0, number + 1, is_lost=True)
+        stage.answer(0, number, is_lost=True)
         for _ in range(limits.PROBES_TO_CLOSE):
             stage.wait(stage.now + limits.STORE_PROBE_S)
             probe_ended(stage, is_healthy=True)
 
-    assert 1 == sum("does not answer" in note for note in stage.notes)
-    assert 5 == stage.counts[counters.BREAKER_OPENED, ""]
+    assert sum("does not answer" in note for note in stage.notes) in (2, 3)
+    assert number == stage.counts[counters.BREAKER_OPENED, ""] > 6
 
 
 def test_a_reset_moves_all_that_comes_to_another_namespace() -> None:

@@ -117,7 +117,8 @@ class Breaker:
 
     def _note(self, now: float, level: str, text: str) -> None:
         """Both ends of an outage, but not those of every flap."""
-        if level == "info" or now >= self._quiet_until_s:
-            self._do(actions.Note(level=level, text=text))
         if level != "info":
-            self._quiet_until_s = max(self._quiet_until_s, now + limits.BREAKER_NOTE_S)
+            if now < self._quiet_until_s:
+                return
+            self._quiet_until_s = now + limits.BREAKER_NOTE_S
+        self._do(actions.Note(level=level, text=text))

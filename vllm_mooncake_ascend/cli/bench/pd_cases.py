@@ -19,7 +19,7 @@ import aiohttp
 from vllm_mooncake_ascend.cli import cpu_use
 from vllm_mooncake_ascend.cli.bench import pd_measures
 from vllm_mooncake_ascend.cli.bench.foreign_cpu import ForeignCpu
-from vllm_mooncake_ascend.cli.bench.pd_answers import NEAR_TIES, Tally, agreement
+from vllm_mooncake_ascend.cli.bench.pd_answers import NEAR_TIES, Tally
 from vllm_mooncake_ascend.cli.bench.pd_asking import Answer, Way, ask, ask_by, ask_prefill, keep_running
 from vllm_mooncake_ascend.cli.bench.pd_gaps import Gaps, idle_gaps, newcomer_gaps
 from vllm_mooncake_ascend.cli.bench.report import Comparison, Measure
@@ -113,7 +113,7 @@ async def take_single(setting: Setting, num_tokens: int, *, with_cpu: bool) -> T
             found[total] = Sample(value=sum(used.values()), foreign_cores=foreign)
         if with_cpu and way.subject == subject:
             found |= await _decode_cpu(setting, prompt, used[setting.decode.spec.name], foreign)
-    compare(setting, answers)
+    compare(setting, answers, f"single {num_tokens:,}")
     ratios = (pd_measures.first_token_ratio(num_tokens, subject),)
     return Taken(found, (*ratios, pd_measures.cpu_ratio(num_tokens, subject)) if with_cpu else ratios)
 
@@ -144,7 +144,7 @@ async def take_burst(setting: Setting, num_tokens: int) -> Taken:
         last_s = max(answer.first_token_s for answer in answers[way.subject])
         found[pd_measures.all_first_tokens(num_tokens, way.subject)] = Sample(value=1e3 * last_s, foreign_cores=foreign)
     for index in range(len(prompts)):
-        compare(setting, {subject: several[index] for subject, several in answers.items()})
+        compare(setting, {subject: several[index] for subject, several in answers.items()}, f"burst {index + 1}")
     return Taken(found, (pd_measures.all_first_tokens_ratio(num_tokens, setting.way.subject),))
 
 
@@ -158,7 +158,7 @@ async def take_between(setting: Setting, num_tokens: int) -> Taken:
         answers[way.subject], taken = await _watched_newcomer(setting, prompt, way.subject, is_plain=is_plain)
         found |= taken
         await asyncio.sleep(SETTLE_S)
-    compare(setting, answers)
+    compare(setting, answers, f"between {num_tokens:,}")
     subjects = (setting.colocated.subject, setting.way.subject)
     kinds: tuple[pd_measures.Gap, ...] = ("mean", "longest")
     return Taken(found, tuple(pd_measures.gap_ratio(kind, num_tokens, subject) for subject in subjects for kind in kinds))
@@ -237,10 +237,10 @@ async def _asked(setting: Setting, way: Way, prompt: Sequence[int]) -> Answer:
     return answer
 
 
-def compare(setting: Setting, answers: Mapping[str, Answer]) -> None:
+def compare(setting: Setting, answers: Mapping[str, Answer], case: str) -> None:
     """Count how the subject's answer agrees with the plain engine's."""
     reference, answer = answers[setting.colocated.subject], answers[setting.way.subject]
-    setting.tally.count(agreement(reference, answer, near_tie=NEAR_TIES[setting.dtype]))
+    setting.tally.count(reference, answer, near_tie=NEAR_TIES[setting.dtype], case=case)
 
 
 def _cpu_seconds(watched: Sequence[Server]) -> dict[str, float]:
