@@ -19,8 +19,11 @@ from vllm_mooncake_ascend.cli.bench.report import compared
 from vllm_mooncake_ascend.cli.bench.samples import Goal
 
 
-def answer_of(*token_ids: int, margins: tuple[float, ...] | None = None) -> Answer:
-    return Answer(token_ids=token_ids, margins=margins or (1.0,) * len(token_ids), first_token_s=0.1)
+def answer_of(*token_ids: int, next_ids: tuple[int, ...] = (), margins: tuple[float, ...] = ()) -> Answer:
+    num_tokens = len(token_ids)
+    return Answer(
+        token_ids=token_ids, next_ids=next_ids or (0,) * num_tokens, margins=margins or (1.0,) * num_tokens, first_token_s=0.1
+    )
 
 
 # --- answers -----------------------------------------------------------------------------------------------------------
@@ -38,12 +41,16 @@ def test_answers_with_the_same_tokens_are_equal() -> None:
     assert (1, 0, 0, []) == counts_of(answer_of(1, 2), answer_of(1, 2, margins=(0.0, 0.0)))
 
 
-def test_answers_may_part_where_the_plain_engine_could_not_decide() -> None:
-    """Goal: the first different token counts, and the plain engine's margin there. Method: at, below and above the bound."""
-    reference = answer_of(1, 2, 3, margins=(9.0, 0.1, 9.0))
-    assert (0, 1, 0, ["burst, token 2: 0.1"]) == counts_of(reference, answer_of(1, 5, 6))
-    assert (0, 0, 1, ["burst, token 2: 0.1"]) == counts_of(reference, answer_of(1, 5, 6), near_tie=0.09)
-    assert (0, 0, 1, ["burst, token 1: 9"]) == counts_of(reference, answer_of(7, 5, 6))
+def test_answers_may_part_where_neither_engine_could_decide() -> None:
+    """Goal: the first different token counts, and what both engines thought there. Method: the same two tokens, at and above
+    the bound; another second token; a token of its own."""
+    reference = answer_of(1, 2, 3, next_ids=(9, 5, 9), margins=(9.0, 0.04, 9.0))
+    swapped = answer_of(1, 5, 6, next_ids=(9, 2, 9), margins=(9.0, 0.06, 9.0))
+    assert (0, 1, 0, ["burst, token 2: 0.04 and 0.06"]) == counts_of(reference, swapped)
+    assert (0, 0, 1, ["burst, token 2: 0.04 and 0.06"]) == counts_of(reference, swapped, near_tie=0.09)
+    other = answer_of(1, 5, 6, next_ids=(9, 7, 9), margins=(9.0, 0.06, 9.0))
+    assert (0, 0, 1, ["burst, token 2: 0.04 and 0.06, others"]) == counts_of(reference, other)
+    assert (0, 0, 1, ["burst, token 1: 9 and 1, others"]) == counts_of(reference, answer_of(7, 5, 6))
 
 
 # --- time between tokens -----------------------------------------------------------------------------------------------

@@ -65,14 +65,14 @@ async def stream(request: web.Request, events: list[Mapping[str, object]]) -> we
 
 
 def test_tokens_and_margins_are_read() -> None:
-    """Goal: the ids that are compared, and by how much each was the best."""
+    """Goal: the ids that are compared, the next best ones, and by how much each was the best."""
 
     async def respond(request: web.Request, _body: Body) -> web.StreamResponse:
         return await stream(request, EVENTS)
 
     answer = asked(one_url, respond)
     assert tuple(range(10, 10 + ANSWER_TOKENS)) == answer.token_ids
-    assert (0.25,) * ANSWER_TOKENS == answer.margins
+    assert ((1,) * ANSWER_TOKENS, (0.25,) * ANSWER_TOKENS) == (answer.next_ids, answer.margins)
     assert answer.first_token_s > 0
 
 

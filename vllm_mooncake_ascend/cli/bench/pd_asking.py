@@ -31,6 +31,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """What came back for one prompt."""
 
     token_ids: tuple[int, ...]
+    next_ids: tuple[int, ...]
+    """Of each token: the next best one."""
     margins: tuple[float, ...]
     """Of each token: by how much its log probability exceeds that of the next best one."""
     first_token_s: float
@@ -95,6 +97,7 @@ async def ask(session: aiohttp.ClientSession, url: str, prompt: Sequence[int], *
     body = _body(prompt, max_tokens=ANSWER_TOKENS, params=params)
     body |= {"logprobs": 2, "return_tokens_as_token_ids": True}
     token_ids: list[int] = []
+    next_ids: list[int] = []
     margins: list[float] = []
     first_s: float | None = None
     started_s = time.monotonic()
@@ -103,11 +106,13 @@ async def ask(session: aiohttp.ClientSession, url: str, prompt: Sequence[int], *
             found = choice.get("logprobs") or {}
             if found.get("tokens") and first_s is None:
                 first_s = time.monotonic() - started_s
-            token_ids += [int(name.removeprefix(_TOKEN_ID)) for name in found.get("tokens", ())]
-            margins += [_margin(best) for best in found.get("top_logprobs", ())]
+            token_ids += map(_token_id, found.get("tokens", ()))
+            ranked = [sorted(best.items(), key=lambda one: -one[1]) for best in found.get("top_logprobs", ())]
+            next_ids += [_token_id(some[1][0]) for some in ranked if len(some) > 1]
+            margins += [some[0][1] - some[1][1] for some in ranked if len(some) > 1]
     if first_s is None or len(token_ids) != ANSWER_TOKENS or len(margins) != ANSWER_TOKENS:
         raise RequestFailed(f"{url} answered {len(token_ids)} of {ANSWER_TOKENS} tokens, {len(margins)} with the next best one")
-    return Answer(token_ids=tuple(token_ids), margins=tuple(margins), first_token_s=first_s)
+    return Answer(token_ids=tuple(token_ids), next_ids=tuple(next_ids), margins=tuple(margins), first_token_s=first_s)
 
 
 async def ask_prefill(session: aiohttp.ClientSession, url: str, prompt: Sequence[int], params: JsonObject) -> JsonObject:
@@ -160,9 +165,8 @@ async def _events(session: aiohttp.ClientSession, url: str, body: JsonObject) ->
         raise RequestFailed(f"{url} gave no answer: {error!r}") from error
 
 
-def _margin(best: Mapping[str, float]) -> float:
-    first, second, *_ = (*sorted(best.values(), reverse=True), float("-inf"), float("-inf"))
-    return first - second
+def _token_id(name: str) -> int:
+    return int(name.removeprefix(_TOKEN_ID))
 
 
 def _timeout() -> aiohttp.ClientTimeout:

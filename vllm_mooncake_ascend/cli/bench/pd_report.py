@@ -73,7 +73,7 @@ def notes_of(subject: Subject, outcome: Outcome) -> Iterator[str]:
             f"{': ' + tally.last_failure if tally.last_failure else ''}."
         )
         if tally.partings:
-            yield f"{name}: where answers parted, and the plain engine's margin there: {'; '.join(tally.partings)}."
+            yield f"{name}: where answers parted, and the margins of both there: {'; '.join(tally.partings)}."
     if outcome.moved is not None:
         came = outcome.moved.missing or "all came"
         yield f"{subject.name}: decode was to read KV of {outcome.moved.expected_tokens:,} tokens; {came}."
