@@ -43,13 +43,15 @@ def test_answers_with_the_same_tokens_are_equal() -> None:
 
 def test_answers_may_part_where_neither_engine_could_decide() -> None:
     """Goal: the first different token counts, and what both engines thought there. Method: the same two tokens, at and above
-    the bound; another second token; a token of its own."""
+    the bound; another second token; one that is exactly as likely; a token of its own."""
     reference = answer_of(1, 2, 3, next_ids=(9, 5, 9), margins=(9.0, 0.04, 9.0))
     swapped = answer_of(1, 5, 6, next_ids=(9, 2, 9), margins=(9.0, 0.06, 9.0))
     assert (0, 1, 0, ["burst, token 2: 0.04 and 0.06"]) == counts_of(reference, swapped)
     assert (0, 0, 1, ["burst, token 2: 0.04 and 0.06"]) == counts_of(reference, swapped, near_tie=0.09)
     other = answer_of(1, 5, 6, next_ids=(9, 7, 9), margins=(9.0, 0.06, 9.0))
     assert (0, 0, 1, ["burst, token 2: 0.04 and 0.06, others"]) == counts_of(reference, other)
+    tied = answer_of(1, 5, 6, next_ids=(9, 7, 9), margins=(9.0, 0.0, 9.0))
+    assert (0, 1, 0, ["burst, token 2: 0.04 and 0, others"]) == counts_of(reference, tied)
     assert (0, 0, 1, ["burst, token 1: 9 and 1, others"]) == counts_of(reference, answer_of(7, 5, 6))
 
 

@@ -1,8 +1,8 @@
 """Whether two answers to one prompt agree. Pure.
 
 In bfloat16 the last bits of a logit depend on what else is in a step, so two well computed answers may part where the two best
-tokens are about as likely: a near tie, in which both engines see the same two before all others. KV that is wrong makes other
-tokens everywhere, not only there.
+tokens are about as likely: a near tie, in which both engines see the same two before all others, or an exact tie of several. KV
+that is wrong makes other tokens everywhere, not only there.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class Tally(msgspec.Struct):
         self.partings.append(
             f"{case}, token {index + 1}: {margins[0]:.3g} and {margins[1]:.3g}{'' if are_same_two else ', others'}"
         )
-        if are_same_two and sum(margins) <= near_tie:
+        # Of several tokens that are exactly as likely, as happens in bfloat16, any may stand first and second.
+        if (are_same_two or min(margins) == 0) and sum(margins) <= near_tie:
             self.num_near_ties += 1
         else:
             self.num_different += 1
