@@ -211,11 +211,7 @@ class HandEngine:
 
     def drive(self, *request_ids: str) -> None:
         """Run requests to their end as asynchronous scheduling does: one step ahead, where one is scheduled already."""
-        deadline_s = time.monotonic() + MAX_WAIT_S
-        while not self.finished.keys() >= set(request_ids):
-            assert time.monotonic() < deadline_s, f"{request_ids} did not finish in {MAX_WAIT_S:g} s"
-            self.schedule()
-            self.finish()
+        self.run_until(*request_ids)
         while self.steps:
             self.finish()
 

@@ -123,9 +123,7 @@ def test_chunks_are_saved_while_the_prompt_is_still_computed(make_pool_engine: M
     request_id = first.add(prompt)
     for _ in range(5):
         first.step()
-    for _ in range(200):
-        if loaded_when_asked(second, prompt) >= 2 * BLOCK:
-            break
+    second.step_until(lambda: loaded_when_asked(second, prompt) >= 2 * BLOCK, what="something was saved")
     assert request_id not in first.finished
     first.run_until(request_id)
     drain(first)

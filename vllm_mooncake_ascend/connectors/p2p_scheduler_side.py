@@ -193,12 +193,7 @@ class P2PSchedulerSide:
                 request_id=request_id,
                 has_kv=has_kv,
                 num_tokens=num_tokens if has_kv else 0,
-                block_ids=tuple(
-                    tuple(table[: blocks.num_blocks_for(num_tokens, group.tokens_per_block)])
-                    for group, table in zip(self._groups, block_ids, strict=True)
-                )
-                if has_kv
-                else (),
+                block_ids=blocks.tables_between(self._groups, 0, num_tokens if has_kv else 0, block_ids),
                 reason="" if has_kv else requests.end_reason(request),
             )
         )
@@ -325,10 +320,7 @@ class P2PSchedulerSide:
             events.PrefillProgressed(
                 request_id=chunk.request_id,
                 num_tokens=num_tokens,
-                block_ids=tuple(
-                    table[: num_tokens // group.tokens_per_block]
-                    for group, table in zip(self._groups, chunk.block_ids, strict=True)
-                ),
+                block_ids=blocks.tables_between(self._groups, 0, num_tokens, chunk.block_ids),
             )
         )
         self._apply_pending()

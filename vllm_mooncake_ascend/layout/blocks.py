@@ -75,10 +75,16 @@ def loaded_positions(group: GroupLayout, first_token: int, end_token: int) -> ra
     return range(window_start(group, first_token, end_token) // group.tokens_per_block, last_position + 1)
 
 
-def table_between(group: GroupLayout, first_token: int, end_token: int, block_ids: Sequence[int]) -> tuple[int, ...]:
-    """Ids of the blocks that hold tokens [first_token, end_token)."""
-    tokens_per_block = group.tokens_per_block
-    return tuple(block_ids[first_token // tokens_per_block : num_blocks_for(end_token, tokens_per_block)])
+def tables_between(
+    groups: Sequence[GroupLayout], first_token: int, end_token: int, tables: Sequence[Sequence[int]]
+) -> tuple[tuple[int, ...], ...]:
+    """Of one block table a group, the blocks that hold tokens [first_token, end_token); no tables of no tokens."""
+    if first_token == end_token:
+        return ()
+    return tuple(
+        tuple(table[first_token // group.tokens_per_block : num_blocks_for(end_token, group.tokens_per_block)])
+        for group, table in zip(groups, tables, strict=True)
+    )
 
 
 def loaded_block_ids(group: GroupLayout, first_token: int, end_token: int, block_ids: Sequence[int]) -> tuple[int, ...]:

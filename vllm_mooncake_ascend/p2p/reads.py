@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from vllm_mooncake_ascend import limits
-from vllm_mooncake_ascend.layout.blocks import table_between, tokens_of_whole_blocks
+from vllm_mooncake_ascend.layout.blocks import tables_between, tokens_of_whole_blocks
 from vllm_mooncake_ascend.layout.plane import GroupLayout
 from vllm_mooncake_ascend.p2p import actions, counters, events, offers
 from vllm_mooncake_ascend.p2p.fetch_table import FetchTable
@@ -109,8 +109,8 @@ class Reads:
             incarnation=fetch.transfer.incarnation,
             first_token=first_token,
             end_token=end_token,
-            remote_block_ids=_tables_between(there, table_token, end_token, fetch.offer.block_ids),
-            local_block_ids=_tables_between(self._groups, table_token, end_token, fetch.block_ids),
+            remote_block_ids=tables_between(there, table_token, end_token, fetch.offer.block_ids),
+            local_block_ids=tables_between(self._groups, table_token, end_token, fetch.block_ids),
             table_token=table_token,
             part=fetch.num_parts,
             generation=fetch.generation,
@@ -268,12 +268,3 @@ class Reads:
 
     def _count(self, name: str, reason: str = counters.NO_REASON, *, amount: float = 1.0) -> None:
         self._do(actions.Count(name=name, reason=reason, amount=amount))
-
-
-def _tables_between(
-    groups: tuple[GroupLayout, ...], first_token: int, end_token: int, tables: events.BlockTable
-) -> events.BlockTable:
-    """Of block tables, the blocks that hold tokens [first_token, end_token); no tables of no tokens."""
-    if first_token == end_token:
-        return ()
-    return tuple(table_between(group, first_token, end_token, table) for group, table in zip(groups, tables, strict=True))

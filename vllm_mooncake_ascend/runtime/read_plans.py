@@ -6,7 +6,7 @@ ended.
 
 from __future__ import annotations
 
-from vllm_mooncake_ascend.errors import LocalProtocolError, MooncakeAscendError
+from vllm_mooncake_ascend.errors import LocalProtocolError, RemoteProtocolError
 from vllm_mooncake_ascend.layout.plane import RankLayout
 from vllm_mooncake_ascend.planner.batch import CopyBatch
 from vllm_mooncake_ascend.planner.plan import PeerPlan
@@ -53,7 +53,7 @@ class ReadPlans:
         first_token, end_token = order.first_token - order.table_token, order.end_token - order.table_token
         try:
             calls = plan.calls(first_token, end_token, order.local_block_ids, order.remote_block_ids)
-        except MooncakeAscendError as error:
+        except (LocalProtocolError, RemoteProtocolError) as error:
             raise type(error)(f"{error} (tables and tokens counted from prompt token {order.table_token} on)") from error
         self._calls.setdefault(order.request_id, []).extend(calls)
         return calls

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 import os
 import random
@@ -175,10 +174,9 @@ async def _ask_all(run: Run, kind: Kind, urls: Mapping[str, str], master: Master
         for url in urls.values():
             await _ask(session, url, _prompt(draw, 600))
         for _ in range(run.num_rounds):
-            cases = [functools.partial(_ask_one, length=length) for length in lengths] + [functools.partial(_decode)]
-            for case in draw.sample(cases, k=len(cases)):
+            for length in draw.sample((*lengths, 0), k=len(lengths) + 1):
                 try:
-                    await case(this, draw, found)
+                    await (_ask_one(this, draw, found, length=length) if length else _decode(this, draw, found))
                 except (Failed, aiohttp.ClientError, TimeoutError):
                     found.num_failed += 1
     return found

@@ -88,6 +88,7 @@ def faults_of(outcome: Outcome) -> Iterator[str]:
         yield outcome.broken
     for name, tally in outcome.tallies.items():
         if tally.num_different:
-            yield f"{tally.num_different} answers of {name} differ from the plain engine's"
+            remedy = "--dtype float32 tells rounding from wrong KV"
+            yield f"{tally.num_different} answers of {name} differ from the plain engine's; {remedy}"
     if outcome.moved is not None and outcome.moved.missing:
         yield f"KV did not move as it should: {outcome.moved.missing}"
