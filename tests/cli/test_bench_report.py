@@ -130,7 +130,6 @@ def test_plots_ask_for_their_library_by_name(tmp_path: Path, monkeypatch: pytest
 
 def test_a_plot_for_each_thing_measured(tmp_path: Path) -> None:
     """Goal: SVG with every subject, without what is noise. Method: a steady subject and a wild one."""
-    pytest.importorskip("pygal")
     made = made_run({"steady": [1.0] * 9, "wild": [9.0, 1.0, 8.0, 1.0, 8.0, 1.0, 8.0, 1.0, 8.0]}).report()
     (path,) = plot.write_plots(made, tmp_path)
     text = path.read_text()
@@ -182,3 +181,34 @@ def test_an_unknown_part_is_refused() -> None:
     """Goal: a slip does not measure nothing."""
     result = CliRunner().invoke(main.build_app(), ["bench", "micro", "--part", "palnner"])
     assert 2 == result.exit_code
+
+
+def test_all_of_it_goes_into_one_folder(tmp_path: Path) -> None:
+    """Goal: one command, reports, plots and a page; nothing of an earlier run. Method: a part that needs nothing, of it the
+    smallest."""
+    (tmp_path / "micro.json").write_text("{}")
+    words = ["bench", "all", "--part", "micro", "--out", str(tmp_path), "--", "--part", "codec", "--rounds", "3"]
+    result = CliRunner().invoke(main.build_app(), words)
+    assert 0 == result.exit_code, result.output
+    made = msgspec.json.decode((tmp_path / "micro.json").read_bytes(), type=Report)
+    lines = (tmp_path / "page.md").read_text().splitlines()
+    plots = sorted(path.name for path in (tmp_path / "plots").glob("*.svg"))
+    assert ("bench micro", True) == (made.command, bool(plots))
+    assert plots == sorted(line.partition("(plots/")[2].rstrip(")") for line in lines if line.startswith("!["))
+    assert "## bench micro" in lines
+
+
+def test_a_part_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: what did not run is not shown as if it had. Method: a part without its model, beside a report of an earlier run."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hits.json").write_text("{}")
+    result = CliRunner().invoke(main.build_app(), ["bench", "all", "--part", "hits", "--out", str(tmp_path)])
+    assert (1, True) == (result.exit_code, "bench hits ended with 2" in result.output)
+    assert [] == list(tmp_path.iterdir())
+
+
+def test_all_of_an_unknown_part_is_refused(tmp_path: Path) -> None:
+    """Goal: no run of an hour without what was meant."""
+    words = ["bench", "all", "--part", "nothing", "--out", str(tmp_path / "out")]
+    assert 2 == CliRunner().invoke(main.build_app(), words).exit_code
+    assert not (tmp_path / "out").exists()

@@ -8,6 +8,7 @@
     pd         prefill and decode on two engines, beside one plain engine and peers
     scale      CPU, messages and actions of a request in our machines, as prompts, concurrency and engines grow
     proxy      requests a second, added latency and CPU of our proxy, beside none and vllm-router
+    all        those above but `waiting`, one after the other, with plots and one page of tables
     page       reports of earlier runs as a page of the documentation
 
 What they share: `run` (one run), `rounds` (samples in turns, each round in an order of its own), `foreign_cpu` (noise),
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import typer
 
+from vllm_mooncake_ascend.cli.bench.everything import everything
 from vllm_mooncake_ascend.cli.bench.hits import hits
 from vllm_mooncake_ascend.cli.bench.micro import micro
 from vllm_mooncake_ascend.cli.bench.page import page
@@ -34,4 +36,5 @@ def register(app: typer.Typer) -> None:
     bench = typer.Typer(help="Measure, with something to compare with in the same run.", no_args_is_help=True)
     for measurement in (waiting, micro, transfer, pool, hits, pd, scale, proxy, page):
         bench.command()(measurement)
+    bench.command("all")(everything)
     app.add_typer(bench, name="bench")
