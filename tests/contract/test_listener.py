@@ -32,7 +32,7 @@ def test_a_port_nobody_listens_on_changes_nothing() -> None:
 def test_destroying_an_engine_takes_a_moment_only(mooncake_environment: None) -> None:
     """Mooncake alone needs up to 1 s, with the GIL held. A short visit ends the wait that began before the timeout was
     set; the fastest of five counts, as the machine may be busy."""
-    settings = EngineSettings(host="127.0.0.1", protocol="tcp", device_name="", memory_location="*")
+    settings = EngineSettings(host="127.0.0.1", protocol="tcp", device_name="", memory_location="*", call_timeout_s=10.0)
     destroying_s = []
     for _ in range(5):
         engine = NativeEngine(settings)

@@ -6,23 +6,32 @@ What Mooncake leaves to its caller and this class settles (0.3.13.post1):
 - there is no close: the object is destroyed when its last Python reference goes. `destroy` drops ours and looks whether
   it was the last;
 - destruction joins a thread that wakes once a second, with the GIL held: `listener` makes that thread wake more often;
-- lists of unequal length are read out of bounds: they are built here from arrays of one length.
+- lists of unequal length are read out of bounds: they are built here from arrays of one length;
+- its synchronous call asks for the state of every descriptor, again and again, until all are done. Over TCP that takes a core,
+  and the lock that the thread needs which moves the bytes: large reads are submitted and slept for (`_read_asleep`).
 """
 
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
+from vllm_mooncake_ascend import limits
 from vllm_mooncake_ascend.engines import codes, listener
 from vllm_mooncake_ascend.errors import EngineError
 from vllm_mooncake_ascend.layout.plane import Region
 from vllm_mooncake_ascend.planner.batch import CopyBatch
 from vllm_mooncake_ascend.types import Outcome, Session
+
+_NOT_SUBMITTED = 0
+"""In the place of a batch's id, which must not be asked for: that ends the process."""
+_DONE, _PENDING, _FAILED = 1, 0, -1
+"""Of `transfer_check_status`. -1 is also the code of a call that failed, whatever may still land."""
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,6 +45,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """RDMA adapters to use, comma separated; empty: all."""
     memory_location: str
     """Mooncake's word for where registered memory lies: `npu:0`, `cpu:0`, or `*`: Mooncake looks itself."""
+    call_timeout_s: float
+    """The longest a read may wait for a silent peer; a second a GB comes on top."""
 
 
 class NativeEngine:
@@ -54,6 +65,9 @@ class NativeEngine:
         self._engine: Any = engine
         self._last_seen = weakref.ref(engine)
         self._memory_location = settings.memory_location
+        self._call_timeout_s = settings.call_timeout_s
+        self._may_sleep = settings.protocol == "tcp"
+        """Measured there alone; on Ascend a call waits in CANN."""
         port = engine.get_rpc_port()
         listener.wake_often(port)
         self._session = _session(settings.host, port)
@@ -77,15 +91,36 @@ class NativeEngine:
         return int(self._alive().batch_transfer_sync_read(session, [], [], []))
 
     def read(self, session: Session, batch: CopyBatch) -> int:
-        """Read a batch; busy until it is done, failed or MC_TRANSFER_TIMEOUT passed. Returns Mooncake's code."""
-        return int(
-            self._alive().batch_transfer_sync_read(
-                session,
-                batch.local_addresses.tolist(),
-                batch.remote_addresses.tolist(),
-                batch.lengths_bytes.tolist(),
-            )
-        )
+        """Read a batch; returns when it is done or failed, or the time of a call has passed. Returns Mooncake's code."""
+        if self._may_sleep and len(batch) > 1 and batch.num_bytes >= limits.MIN_SLEPT_READ_BYTES:
+            return self._read_asleep(session, batch)
+        return int(self._alive().batch_transfer_sync_read(session, *_lists(batch)))
+
+    def _read_asleep(self, session: Session, batch: CopyBatch) -> int:
+        """The same without a busy wait.
+
+        Only a batch of one descriptor can be asked whether it is done without being waited for (transfer_engine_py.cpp,
+        `transferCheckStatus` looks at the first). A queue to a peer is moved in order: so the last descriptor is a batch
+        of its own, and when it is done so are the others, but for the few on other connections, for which Mooncake's own wait
+        will do.
+
+        A batch that was not seen to end is never named again, as its state is in memory that Mooncake may have freed. The
+        outcome is unknown then, and what is left of it goes with the engine.
+        """
+        engine = self._alive()
+        deadline_s = time.monotonic() + self._call_timeout_s + batch.num_bytes / 1e9
+        others = engine.batch_transfer_async_read(session, *_lists(batch.part(0, len(batch) - 1)))
+        if others == _NOT_SUBMITTED:
+            return _FAILED
+        last = engine.batch_transfer_async_read(session, *_lists(batch.part(len(batch) - 1, len(batch))))
+        state = _FAILED if last == _NOT_SUBMITTED else _PENDING
+        while state == _PENDING and time.monotonic() < deadline_s:
+            time.sleep(limits.READ_POLL_S)
+            state = engine.transfer_check_status(last)
+        if state not in (_DONE, _FAILED):
+            return _FAILED
+        code = int(engine.get_batch_transfer_status([others]))
+        return _FAILED if state == _FAILED else code
 
     def destroy(self) -> bool:
         """End the engine. True when it is certainly gone: its connections closed, its threads joined.
@@ -100,6 +135,10 @@ class NativeEngine:
     def _alive(self) -> Any:
         assert self._engine is not None, "no call may pass after destroy: it would end the process"
         return self._engine
+
+
+def _lists(batch: CopyBatch) -> tuple[list[int], list[int], list[int]]:
+    return batch.local_addresses.tolist(), batch.remote_addresses.tolist(), batch.lengths_bytes.tolist()
 
 
 def _load() -> Any:
