@@ -9,7 +9,11 @@ import pytest
 pytest.importorskip("vllm")
 
 from vllm_mooncake_ascend.connectors import pacing
+from vllm_mooncake_ascend.connectors.envelopes import StepMetadata, WorkerMetadata
 from vllm_mooncake_ascend.connectors.pacing import Pacer
+from vllm_mooncake_ascend.types import Incarnation, Outcome, RequestId, TransferId
+from vllm_mooncake_ascend.wire.pool_steps import LoadEnded, LoadOrder, PoolResults, PoolStep
+from vllm_mooncake_ascend.wire.steps import ReadEnded, ReadOrder, Report, WorkerResults, WorkerStep
 
 WAIT_S = 0.02
 
@@ -22,6 +26,43 @@ class Side:
 
     def has_pending(self) -> bool:
         return False
+
+
+def read_step(*, is_last: bool = True) -> StepMetadata:
+    order = ReadOrder(
+        transfer_id=TransferId("t"),
+        request_id=RequestId("r"),
+        incarnation=Incarnation("i"),
+        first_token=0,
+        end_token=0,
+        remote_block_ids=(),
+        local_block_ids=(),
+        is_last=is_last,
+    )
+    return StepMetadata(p2p=WorkerStep(reads=(order,)))
+
+
+def load_step() -> StepMetadata:
+    return StepMetadata(pool=PoolStep(loads=(LoadOrder(load_id=7, request_id=RequestId("r"), namespace="n", groups=()),)))
+
+
+def read_ended() -> WorkerMetadata:
+    ended = ReadEnded(
+        transfer_id=TransferId("t"),
+        request_id=RequestId("r"),
+        rank=0,
+        outcome=Outcome.DONE,
+        reason="",
+        num_bytes=0,
+        num_descriptors=0,
+        seconds=0.0,
+    )
+    return WorkerMetadata(p2p=WorkerResults(ended=(ended,)))
+
+
+def load_ended() -> WorkerMetadata:
+    ended = LoadEnded(load_id=7, rank=0, outcome=Outcome.DONE, failed_block_ids=(), reason="", num_bytes=0, seconds=0.0)
+    return WorkerMetadata(pool=PoolResults(loads=(ended,)))
 
 
 def sleeps(pacer: Pacer, side: Side) -> bool:
@@ -92,3 +133,42 @@ def test_news_end_a_sleep() -> None:
     pacer.step(side, runs_something=False)
 
     assert time.monotonic() - started_s < 5.0
+
+
+@pytest.mark.parametrize(("step", "ended"), [(read_step(), read_ended()), (load_step(), load_ended())])
+def test_workers_wait_for_their_own_ends_and_nobody_waits_twice(step: StepMetadata, ended: WorkerMetadata) -> None:
+    """Goal: the end of a copy is heard at once. Method: an order, empty steps until its end is told, one more."""
+    pacer, side = Pacer(wait_s=WAIT_S, may_sleep=True), Side()
+    assert WAIT_S == pacer.workers_wait_s(side, step, runs_something=False)
+
+    assert not sleeps(pacer, side)
+    assert WAIT_S == pacer.workers_wait_s(side, StepMetadata(), runs_something=False)
+
+    pacer.ended(ended)
+    assert sleeps(pacer, side)
+    assert 0.0 == pacer.workers_wait_s(side, StepMetadata(), runs_something=False)
+
+
+def test_workers_wait_for_nothing_that_the_scheduler_must_bring() -> None:
+    """Goal: an offer is heard at once while a streamed read has not all it needs. Method: a part that is not the last."""
+    pacer, side = Pacer(wait_s=WAIT_S, may_sleep=True), Side()
+    assert 0.0 == pacer.workers_wait_s(side, read_step(is_last=False), runs_something=False)
+    assert sleeps(pacer, side)
+
+
+def test_workers_hold_up_nobody() -> None:
+    """Goal: no output, no report and no other rank waits for a worker that waits. Method: each of these beside an order."""
+    report = Report(request_id=RequestId("r"), ok=True, block_ids=())
+    pacer, side = Pacer(wait_s=WAIT_S, may_sleep=True), Side()
+    assert 0.0 == pacer.workers_wait_s(side, read_step(), runs_something=True)
+    assert 0.0 == pacer.workers_wait_s(side, StepMetadata(reports=(report,)), runs_something=False)
+
+    pacer.step(side, runs_something=True)
+    assert 0.0 == pacer.workers_wait_s(side, StepMetadata(), runs_something=False)
+
+    lockstep = Pacer(wait_s=WAIT_S, may_sleep=False)
+    assert 0.0 == lockstep.workers_wait_s(side, read_step(), runs_something=False)
+
+    alone = Pacer(wait_s=WAIT_S, may_sleep=True)
+    side.is_waiting = False
+    assert 0.0 == alone.workers_wait_s(side, read_step(), runs_something=False)

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -80,8 +81,7 @@ class World:
         self.worker = P2PWorker(
             engine=self.engine,
             device=device or CpuDevice(),
-            layout=layout_of(self.local, self.engine.session),
-            rank=3,
+            layout=msgspec.structs.replace(layout_of(self.local, self.engine.session), pp_rank=3, pp_size=4),
             read_wait_s=read_wait_s,
         )
 
@@ -360,7 +360,7 @@ def test_an_engine_that_raises_leaves_its_read_unknown() -> None:
     memory = pattern(1, NUM_BLOCKS * BLOCK_BYTES)
     engine = RaisingEngine(network.engine())
     layout = layout_of(memory, engine.session)
-    worker = P2PWorker(engine=engine, device=CpuDevice(), layout=layout, rank=0, read_wait_s=WAIT_S)
+    worker = P2PWorker(engine=engine, device=CpuDevice(), layout=layout, read_wait_s=WAIT_S)
     step = WorkerStep(peers=(PeerRanks(incarnation=P1, ranks=(layout,)),), reads=(order("r1"), order("r2")))
     worker.submit(step)
     found: list[ReadEnded] = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import logging
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -82,7 +83,7 @@ class SchedulerSide(Protocol):
     def take_step(self) -> StepMetadata: ...
 
     def update_results(self, results: WorkerMetadata) -> None:
-        """What the workers had to tell came back with a step's output; called also when they had nothing to tell."""
+        """What the workers had to tell came back with a step's output."""
 
     def request_finished(self, request: Any, block_ids: BlockTable) -> dict[str, Any] | None:
         """Returns kv_transfer_params for the answer. Never delays vLLM's own freeing: what is needed is pinned."""
@@ -101,7 +102,8 @@ class SchedulerSide(Protocol):
 
 
 class WorkerSide(Protocol):
-    """The worker-role side of a connector. All calls come from the model-runner thread, and return at once."""
+    """The worker-role side of a connector. All calls come from the model-runner thread, and return at once. `wake` of its
+    constructor is called, from any thread, when `take_results` has something new."""
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> RankLayout:
         """Register all KV memory; returns its layout for the scheduler-role side."""
@@ -138,6 +140,8 @@ class MooncakeConnector(KVConnectorBase_V1, SupportsHMA):
         self._layout: RankLayout | None = None
         self._cached: versions.LocalCache | None = None
         self._step = StepMetadata()
+        self._news = threading.Event()
+        """There is something for `take_results` of the worker-role side."""
         self._pacer = Pacer(wait_s=config.empty_step_wait_s, may_sleep=vllm_config.parallel_config.data_parallel_size == 1)
         if role == KVConnectorRole.SCHEDULER:
             versions.scheduler_transfer_config(vllm_config).kv_load_failure_policy = config.load_failure_policy
@@ -220,16 +224,21 @@ class MooncakeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         self._scheduling.observe_step(scheduler_output)
-        number = self._pacer.step(self._scheduling, runs_something=scheduler_output.total_num_scheduled_tokens > 0)
+        runs_something = scheduler_output.total_num_scheduled_tokens > 0
+        number = self._pacer.step(self._scheduling, runs_something=runs_something)
         step = self._scheduling.take_step()
         step.number = number
+        step.wait_s = self._pacer.workers_wait_s(self._scheduling, step, runs_something=runs_something)
         return step
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         found = connector_output.kv_connector_worker_meta
-        results = found if isinstance(found, WorkerMetadata) else WorkerMetadata()
-        self._pacer.came_back(results.number)
-        self._scheduling.update_results(results)
+        if not isinstance(found, WorkerMetadata):
+            self._pacer.came_back(0)
+            return
+        self._pacer.came_back(found.number)
+        self._pacer.ended(found)
+        self._scheduling.update_results(found)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -287,6 +296,8 @@ class MooncakeConnector(KVConnectorBase_V1, SupportsHMA):
         return None, set(self._reports.received) or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:  # noqa: ARG002
+        if not self._step.reports:
+            return versions.no_transfer_results()
         reports = self._reports
         return versions.transfer_results(set(reports.received), set(reports.failed))
 
@@ -294,12 +305,23 @@ class MooncakeConnector(KVConnectorBase_V1, SupportsHMA):
         return set() if versions.HAS_FAILED_RECEIVES else set(self._reports.invalid_block_ids)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        results = self._working.take_results()
+        results = self._results()
         if self._step.echo:
             results = results or WorkerMetadata()
             results.echo = self._step.echo
         if results is not None:
             results.number = self._step.number
+        return results
+
+    def _results(self) -> WorkerMetadata | None:
+        """What the workers' threads have to tell, or have within the time that the step leaves them."""
+        if not self._step.wait_s:
+            return self._working.take_results()
+        self._news.clear()
+        results = self._working.take_results()
+        if results is None:
+            self._news.wait(self._step.wait_s)
+            results = self._working.take_results()
         return results
 
     # --- both roles -----------------------------------------------------------------------------------------------

@@ -28,6 +28,8 @@ class StepMetadata(KVConnectorMetadata):
     """Not 0: every worker sends it back with the output of this step, whose KV is written then."""
     number: int = 0
     """Of the step: workers that have something to tell send it back."""
+    wait_s: float = 0.0
+    """A worker that has nothing to tell may wait so long for it: the engine waits for nothing else."""
 
 
 @dataclasses.dataclass

@@ -38,5 +38,7 @@ class MooncakeConnectorV1(connector.MooncakeConnector):
         return CombinedSchedulerSide(p2p, PoolSchedulerSide(vllm_config, kv_cache_config, settings, wake=self._pacer.wake))
 
     def _make_worker_side(self, vllm_config: Any, kv_cache_config: Any) -> connector.WorkerSide:
-        p2p, pool = P2PWorkerSide(vllm_config, kv_cache_config, self._config), self._config.pool
-        return p2p if pool is None else CombinedWorkerSide(p2p, PoolWorkerSide(vllm_config, kv_cache_config, pool))
+        p2p, pool = P2PWorkerSide(vllm_config, kv_cache_config, self._config, wake=self._news.set), self._config.pool
+        if pool is None:
+            return p2p
+        return CombinedWorkerSide(p2p, PoolWorkerSide(vllm_config, kv_cache_config, pool, wake=self._news.set))

@@ -7,6 +7,7 @@ Everything here runs on the model-runner thread and returns at once; transfers r
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from vllm_mooncake_ascend.config import P2PConfig
@@ -25,10 +26,11 @@ logger = logging.getLogger(__name__)
 class P2PWorkerSide:
     """One per worker process."""
 
-    def __init__(self, vllm_config: Any, kv_cache_config: Any, config: P2PConfig) -> None:
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, config: P2PConfig, *, wake: Callable[[], None]) -> None:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._config = config
+        self._wake = wake
         self._device = select_device(device_type())
         self._worker: P2PWorker | None = None
 
@@ -55,9 +57,9 @@ class P2PWorkerSide:
             engine=engine,
             device=self._device,
             layout=layout,
-            rank=rank.tp_rank,
             read_wait_s=self._config.read_wait_s,
             is_strict=self._config.is_strict,
+            wake=self._wake,
         )
         num_tamed = queue_spin.tame() if self._config.tame_queue_spin else 0
         logger.info(

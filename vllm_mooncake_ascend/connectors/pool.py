@@ -37,4 +37,4 @@ class MooncakeStoreConnectorV1(connector.MooncakeConnector):
         return PoolSchedulerSide(vllm_config, kv_cache_config, settings, wake=self._pacer.wake)
 
     def _make_worker_side(self, vllm_config: Any, kv_cache_config: Any) -> connector.WorkerSide:
-        return PoolWorkerSide(vllm_config, kv_cache_config, self._config)
+        return PoolWorkerSide(vllm_config, kv_cache_config, self._config, wake=self._news.set)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from vllm_mooncake_ascend.config.pool import PoolConfig
@@ -24,10 +25,11 @@ _NO_SESSION = ""
 class PoolWorkerSide:
     """One per worker process."""
 
-    def __init__(self, vllm_config: Any, kv_cache_config: Any, config: PoolConfig) -> None:
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, config: PoolConfig, *, wake: Callable[[], None]) -> None:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._config = config
+        self._wake = wake
         self._device = select_device(device_type())
         self._shell: PoolWorkerShell | None = None
 
@@ -58,6 +60,7 @@ class PoolWorkerSide:
             device=self._device,
             layout=layout,
             is_strict=self._config.is_strict,
+            wake=self._wake,
         )
         num_tamed = queue_spin.tame() if self._config.tame_queue_spin else 0
         logger.info(

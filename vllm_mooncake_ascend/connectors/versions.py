@@ -27,6 +27,12 @@ def hit_source(name: str) -> Any:
     return CacheHitSource[name]
 
 
+def no_transfer_results() -> Any:
+    """Nothing to report of a step (0.30+ only). A new one each time: vLLM hands its sets on."""
+    assert TransferResults is not None
+    return TransferResults()
+
+
 def transfer_results(received: set[str], failed: set[str]) -> Any:
     """The worker's report of one step; failed receives are received ones too (0.30+ only)."""
     assert TransferResults is not None

@@ -2,7 +2,7 @@
 
 vLLM's model-runner thread hands steps in and takes results out, and waits for neither. One transfer thread does the rest:
 it runs the reads call by call, looks for new steps between two calls, and sleeps while there is nothing to do. One thread,
-because a call of Mooncake busy-waits: a second one would only take its core.
+because one thread of Mooncake's moves the bytes of all calls: a second call would only wait, and busily where calls do.
 
 Every read is answered by exactly one ReadEnded, also when the thread fails or the worker is closed.
 """
@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from vllm_mooncake_ascend import limits
 from vllm_mooncake_ascend.engines.base import TransferEngine
 from vllm_mooncake_ascend.errors import LocalProtocolError
 from vllm_mooncake_ascend.layout.plane import RankLayout
+from vllm_mooncake_ascend.layout.ranks import rank_index
 from vllm_mooncake_ascend.metrics.stats import Stats
 from vllm_mooncake_ascend.p2p.reader import Reader
 from vllm_mooncake_ascend.p2p.settings import ReaderSettings
@@ -44,10 +46,10 @@ class P2PWorker:
     Args:
         engine: serves this worker's registered memory, and reads.
         device: made current in the transfer thread before anything else.
-        layout: this worker's own.
-        rank: this worker's number, as ReadEnded names it.
+        layout: this worker's own. Its place among the ranks of its engine is the number by which ReadEnded names it.
         read_wait_s: no engine call of a read starts later than this after its order.
         is_strict: a bug in the reader's machine is raised by `take_ended`: for tests.
+        wake: called, from any thread, when `take_ended` has something new.
     """
 
     def __init__(
@@ -56,18 +58,18 @@ class P2PWorker:
         engine: TransferEngine,
         device: BindsThread,
         layout: RankLayout,
-        rank: int,
         read_wait_s: float,
         is_strict: bool = False,
+        wake: Callable[[], None] = lambda: None,
     ) -> None:
-        self._rank = rank
+        self._rank = rank_index(layout)
         self._engine = engine
         self._is_strict = is_strict
         self._lock = threading.Lock()
         """Of the statistics, and of the moment after which no step is taken."""
         self._stats = Stats()
         self._steps: Inbox[WorkerStep] = Inbox(capacity=limits.MAX_INBOX)
-        self._ended: Inbox[ReadEnded] = Inbox(capacity=limits.MAX_INBOX)
+        self._ended: Inbox[ReadEnded] = Inbox(capacity=limits.MAX_INBOX, wake=wake)
         self._stopping = threading.Event()
         self._end_reason = ""
         """Why no step is taken any more."""
@@ -76,8 +78,8 @@ class P2PWorker:
             engine,
             ReadPlans(layout),
             self,
-            rank=rank,
-            make_reader=lambda: Reader(rank, ReaderSettings(read_wait_s=read_wait_s)),
+            rank=self._rank,
+            make_reader=lambda: Reader(self._rank, ReaderSettings(read_wait_s=read_wait_s)),
             is_strict=is_strict,
         )
         self._thread = threading.Thread(target=self._run, args=(device,), name="mooncake-ascend-transfer", daemon=True)

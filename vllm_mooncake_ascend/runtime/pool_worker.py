@@ -73,13 +73,21 @@ class PoolWorkerShell:
         device: made current in each thread before anything else.
         layout: this worker's own.
         is_strict: a bug in the machine is raised by `take_results`: for tests.
+        wake: called, from any thread, when `take_results` has something new.
     Raises:
         ConfigError: an object would be too long for the store.
         EngineError: the store does not take this memory.
     """
 
     def __init__(
-        self, *, settings: WorkerSettings, store: KVStore, device: BindsThread, layout: RankLayout, is_strict: bool = False
+        self,
+        *,
+        settings: WorkerSettings,
+        store: KVStore,
+        device: BindsThread,
+        layout: RankLayout,
+        is_strict: bool = False,
+        wake: Callable[[], None] = lambda: None,
     ) -> None:
         self._store = store
         self._is_strict = is_strict
@@ -95,7 +103,7 @@ class PoolWorkerShell:
         )
         self._errors = StoreErrors(self._driver.count)
         self._open = _OpenOrders()
-        self._ended: Inbox[LoadEnded | SaveEnded] = Inbox(capacity=limits.MAX_INBOX)
+        self._ended: Inbox[LoadEnded | SaveEnded] = Inbox(capacity=limits.MAX_INBOX, wake=wake)
         self._end_reason = ""
         """Why no order is taken any more."""
         self._retiring = threading.Lock()

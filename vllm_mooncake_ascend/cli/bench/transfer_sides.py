@@ -33,9 +33,7 @@ class OurReader:
         engine.register([region_of(memory)])
         self._local = layout_of(region_of(memory), engine.session)
         self._remote = layout_of(Region(base_address=serving.base_address, length_bytes=serving.num_bytes), serving.session)
-        self._worker = P2PWorker(
-            engine=engine, device=CpuDevice(), layout=self._local, rank=0, read_wait_s=READ_S, is_strict=True
-        )
+        self._worker = P2PWorker(engine=engine, device=CpuDevice(), layout=self._local, read_wait_s=READ_S, is_strict=True)
         self._worker.submit(WorkerStep(peers=(PeerRanks(incarnation=SOURCE, ranks=(self._remote,)),)))
         self._num_orders = 0
 
