@@ -56,7 +56,7 @@ contract: setup ## the contract suite on the in-memory engine and on real Moonca
 e2e: models ## real vLLM servers, real Mooncake, our proxy
 	@$(PYTEST) tests/e2e -m "not soak"
 
-bench: models ## measure: BENCH="micro transfer pool" (some minutes), also scale, proxy, hits, pd (an hour); PAGE=
+bench: models ## measure: BENCH="micro transfer pool" (some minutes); also scale, proxy, hits, pd (an hour); PAGE=
 	@$(BIN)/vllm-mooncake-ascend bench all $(addprefix --part ,$(BENCH)) --page $(PAGE)
 
 docs: setup ## write the generated pages anew

@@ -203,8 +203,14 @@ def test_a_part_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hits.json").write_text("{}")
     result = CliRunner().invoke(main.build_app(), ["bench", "all", "--part", "hits", "--out", str(tmp_path)])
-    assert (1, True) == (result.exit_code, "bench hits ended with 2" in result.output)
+    assert (1, True) == (result.exit_code, "bench hits ended with 2, and without a report" in result.output)
     assert [] == list(tmp_path.iterdir())
+
+
+def test_a_part_that_writes_nothing_is_told(tmp_path: Path) -> None:
+    """Goal: a slip behind the -- is no success. Method: ask the part for its help."""
+    result = CliRunner().invoke(main.build_app(), ["bench", "all", "--part", "micro", "--out", str(tmp_path), "--", "--help"])
+    assert (1, True) == (result.exit_code, "bench micro ended with 0, and without a report" in result.output)
 
 
 def test_all_of_an_unknown_part_is_refused(tmp_path: Path) -> None:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
+from vllm_mooncake_ascend import limits
 from vllm_mooncake_ascend.planner.batch import CopyBatch
+from vllm_mooncake_ascend.testing import contract_faults
 from vllm_mooncake_ascend.testing.contract_faults import late_bytes_never_land_behind_the_fence
-from vllm_mooncake_ascend.testing.contract_world import MIB, Check, registered, whole_batch
+from vllm_mooncake_ascend.testing.contract_world import MIB, Check, content, registered, whole_batch
 from vllm_mooncake_ascend.testing.contracts import TRANSFER_ENGINE_CHECKS
 from vllm_mooncake_ascend.testing.memory_world import MemoryWorld
 from vllm_mooncake_ascend.testing.mooncake_world import MooncakeWorld
 from vllm_mooncake_ascend.types import Outcome
 
+FAULT_CHECKS = [one for one in TRANSFER_ENGINE_CHECKS if one.__module__ == contract_faults.__name__]
 LATE_WATCH_S = 10.0
 """Without a fence, late bytes land within a second of the peer's going on."""
 LONG_WATCH_S = 35.0
@@ -44,6 +49,48 @@ def test_memory_engine_keeps_the_contract(check: Check) -> None:
 def test_mooncake_over_tcp_keeps_the_contract(check: Check, mooncake_world: MooncakeWorld) -> None:
     """Each check of the contract, against the installed Mooncake over TCP between processes."""
     check(mooncake_world)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("check", FAULT_CHECKS, ids=_name)
+def test_reads_that_are_slept_for_fail_as_the_contract_has_it(
+    check: Check, mooncake_world: MooncakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Goal: large reads meet faults as small ones do. Method: the checks with faults, every read of three runs slept for."""
+    monkeypatch.setattr(limits, "MIN_SLEPT_READ_BYTES", 0)
+    check(mooncake_world)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("bad_index", [0, 40, 79])
+def test_one_bad_run_fails_a_read_that_is_slept_for(bad_index: int, mooncake_world: MooncakeWorld) -> None:
+    """Goal: done means all of it, whichever run fails. Method: one run of eighty beyond the peer's memory."""
+    engine, peer = mooncake_world.engine(), mooncake_world.peer(5 * MIB)
+    local = registered(engine, 5 * MIB)
+    batch = whole_batch(local, peer)
+    assert (80, True) == (len(batch), batch.num_bytes >= limits.MIN_SLEPT_READ_BYTES)
+    batch.remote_addresses[bad_index] += 1 << 40
+
+    assert engine.read(peer.session, batch).outcome in (Outcome.FAILED, Outcome.UNKNOWN)
+    assert engine.fence()
+    batch.remote_addresses[bad_index] -= 1 << 40
+    assert Outcome.DONE is engine.read(peer.session, batch).outcome
+    assert np.array_equal(content(peer), local)
+
+
+@pytest.mark.engine
+def test_a_peer_that_has_none_of_it_fails_a_read_at_once(mooncake_world: MooncakeWorld) -> None:
+    """Goal: a wrong layout does not hold up the worker for the time of a call. Method: a thousand runs, all beyond its memory;
+    each would fail a second after the other."""
+    engine, peer = mooncake_world.engine(), mooncake_world.peer(64 * MIB)
+    local = registered(engine, 64 * MIB)
+    batch = whole_batch(local, peer)
+    batch.remote_addresses[:] += 1 << 40
+    started_s = time.monotonic()
+
+    assert engine.read(peer.session, batch).outcome in (Outcome.FAILED, Outcome.UNKNOWN)
+    assert time.monotonic() - started_s < mooncake_world.call_bound_s / 2
+    assert engine.fence()
 
 
 @pytest.mark.engine

@@ -94,6 +94,10 @@ class CombinedSchedulerSide:
         return self._p2p.is_waiting or self._pool.is_waiting
 
     @property
+    def awaits_workers(self) -> bool:
+        return self._p2p.awaits_workers or self._pool.awaits_workers
+
+    @property
     def is_patient(self) -> bool:
         return self._pool.is_patient and not self._p2p.is_waiting
 

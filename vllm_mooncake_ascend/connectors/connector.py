@@ -73,6 +73,10 @@ class SchedulerSide(Protocol):
         """vLLM steps for requests that cannot run until something of ours ends, or for our sake alone."""
 
     @property
+    def awaits_workers(self) -> bool:
+        """Some read or load has all it needs: the next news of it is its end, which the workers have."""
+
+    @property
     def is_patient(self) -> bool:
         """No request waits for it."""
 
@@ -142,7 +146,11 @@ class MooncakeConnector(KVConnectorBase_V1, SupportsHMA):
         self._step = StepMetadata()
         self._news = threading.Event()
         """There is something for `take_results` of the worker-role side."""
-        self._pacer = Pacer(wait_s=config.empty_step_wait_s, may_sleep=vllm_config.parallel_config.data_parallel_size == 1)
+        self._pacer = Pacer(
+            wait_s=config.empty_step_wait_s,
+            may_sleep=vllm_config.parallel_config.data_parallel_size == 1,
+            workers_may_wait=not vllm_config.scheduler_config.async_scheduling,
+        )
         if role == KVConnectorRole.SCHEDULER:
             versions.scheduler_transfer_config(vllm_config).kv_load_failure_policy = config.load_failure_policy
             self._scheduler = self._make_scheduler_side(vllm_config, kv_cache_config)
@@ -228,7 +236,9 @@ class MooncakeConnector(KVConnectorBase_V1, SupportsHMA):
         number = self._pacer.step(self._scheduling, runs_something=runs_something)
         step = self._scheduling.take_step()
         step.number = number
-        step.wait_s = self._pacer.workers_wait_s(self._scheduling, step, runs_something=runs_something)
+        step.wait_s = self._pacer.workers_wait_s(
+            self._scheduling, runs_something=runs_something, has_reports=bool(step.reports)
+        )
         return step
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -237,7 +247,6 @@ class MooncakeConnector(KVConnectorBase_V1, SupportsHMA):
             self._pacer.came_back(0)
             return
         self._pacer.came_back(found.number)
-        self._pacer.ended(found)
         self._scheduling.update_results(found)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:

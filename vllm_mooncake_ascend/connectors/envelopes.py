@@ -29,7 +29,7 @@ class StepMetadata(KVConnectorMetadata):
     number: int = 0
     """Of the step: workers that have something to tell send it back."""
     wait_s: float = 0.0
-    """A worker that has nothing to tell may wait so long for it: the engine waits for nothing else."""
+    """A worker that has nothing to tell may wait so long for it: the engine runs nothing."""
 
 
 @dataclasses.dataclass

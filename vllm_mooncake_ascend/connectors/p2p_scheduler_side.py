@@ -223,6 +223,10 @@ class P2PSchedulerSide:
         return bool(self._wanted or self._offered or self._shell.waits_for_peers())
 
     @property
+    def awaits_workers(self) -> bool:
+        return self._shell.awaits_ranks()
+
+    @property
     def is_patient(self) -> bool:
         """Never: vLLM steps for requests alone."""
         return False

@@ -187,6 +187,10 @@ class PoolSchedulerSide:
         return self._started.shell.num_waiting > 0 or self.wants_steps
 
     @property
+    def awaits_workers(self) -> bool:
+        return self._started.shell.num_loading > 0
+
+    @property
     def is_patient(self) -> bool:
         return self._started.shell.num_waiting == 0
 

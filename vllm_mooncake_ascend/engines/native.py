@@ -30,8 +30,10 @@ from vllm_mooncake_ascend.types import Outcome, Session
 
 _NOT_SUBMITTED = 0
 """In the place of a batch's id, which must not be asked for: that ends the process."""
-_DONE, _PENDING, _FAILED = 1, 0, -1
-"""Of `transfer_check_status`. -1 is also the code of a call that failed, whatever may still land."""
+_DONE, _PENDING = 1, 0
+"""Of `transfer_check_status`."""
+_FAILED = -1
+"""What Mooncake's synchronous call answers to whatever went wrong."""
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,8 +93,9 @@ class NativeEngine:
         return int(self._alive().batch_transfer_sync_read(session, [], [], []))
 
     def read(self, session: Session, batch: CopyBatch) -> int:
-        """Read a batch; returns when it is done or failed, or the time of a call has passed. Returns Mooncake's code."""
-        if self._may_sleep and len(batch) > 1 and batch.num_bytes >= limits.MIN_SLEPT_READ_BYTES:
+        """Read a batch; returns when it is done or failed, or the time of a call has passed. Returns the code of
+        Mooncake's synchronous call."""
+        if self._may_sleep and len(batch) > 2 and batch.num_bytes >= limits.MIN_SLEPT_READ_BYTES:
             return self._read_asleep(session, batch)
         return int(self._alive().batch_transfer_sync_read(session, *_lists(batch)))
 
@@ -100,27 +103,30 @@ class NativeEngine:
         """The same without a busy wait.
 
         Only a batch of one descriptor can be asked whether it is done without being waited for (transfer_engine_py.cpp,
-        `transferCheckStatus` looks at the first). A queue to a peer is moved in order: so the last descriptor is a batch
-        of its own, and when it is done so are the others, but for the few on other connections, for which Mooncake's own wait
-        will do.
+        `transferCheckStatus` looks at the first). What is queued for a peer is moved in order, so the first and the last
+        descriptor are batches of their own: if the first fails so would the others, one after the other; when the last is done
+        so are the others, but for the few on other connections, for which Mooncake's own wait will do.
 
-        A batch that was not seen to end is never named again, as its state is in memory that Mooncake may have freed. The
-        outcome is unknown then, and what is left of it goes with the engine.
+        A batch that was not seen to end is never named again: Mooncake may have freed its state. The outcome is unknown then.
         """
         engine = self._alive()
         deadline_s = time.monotonic() + self._call_timeout_s + batch.num_bytes / 1e9
-        others = engine.batch_transfer_async_read(session, *_lists(batch.part(0, len(batch) - 1)))
-        if others == _NOT_SUBMITTED:
-            return _FAILED
-        last = engine.batch_transfer_async_read(session, *_lists(batch.part(len(batch) - 1, len(batch))))
-        state = _FAILED if last == _NOT_SUBMITTED else _PENDING
-        while state == _PENDING and time.monotonic() < deadline_s:
+        batch_ids = []
+        for part in (batch.part(0, 1), batch.part(1, len(batch) - 1), batch.part(len(batch) - 1, len(batch))):
+            batch_id = engine.batch_transfer_async_read(session, *_lists(part))
+            if batch_id == _NOT_SUBMITTED:
+                return _FAILED
+            batch_ids.append(batch_id)
+        first, others, last = batch_ids
+        if self._is_done(first, deadline_s) and self._is_done(last, deadline_s):
+            return int(engine.get_batch_transfer_status([others]))
+        return _FAILED
+
+    def _is_done(self, batch_id: int, deadline_s: float) -> bool:
+        """Sleep until a batch of one descriptor is done (True) or failed, or the time has passed."""
+        while (state := self._alive().transfer_check_status(batch_id)) == _PENDING and time.monotonic() < deadline_s:
             time.sleep(limits.READ_POLL_S)
-            state = engine.transfer_check_status(last)
-        if state not in (_DONE, _FAILED):
-            return _FAILED
-        code = int(engine.get_batch_transfer_status([others]))
-        return _FAILED if state == _FAILED else code
+        return bool(state == _DONE)
 
     def destroy(self) -> bool:
         """End the engine. True when it is certainly gone: its connections closed, its threads joined.

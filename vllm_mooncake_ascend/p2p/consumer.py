@@ -114,6 +114,11 @@ class Consumer:
         return self._table.num_waiting
 
     @property
+    def awaits_ranks(self) -> bool:
+        """Some read has been ordered whole, and not all ranks have ended it; looked up at each call."""
+        return self._table.awaits_ranks()
+
+    @property
     def num_pinned_blocks(self) -> int:
         """Blocks that are being written to, or in which bytes may still land."""
         return self._table.num_pinned_blocks

@@ -48,6 +48,11 @@ class FetchTable:
         quarantined = (fetch for fetch in self._fetches.values() if fetch.state is FetchState.QUARANTINED)
         return sum(len(fetch.loaded_block_ids) for fetch in quarantined)
 
+    def awaits_ranks(self) -> bool:
+        """Some read has all it needs; looked up at each call."""
+        reading = (fetch.offer for fetch in self._fetches.values() if fetch.state is FetchState.READING)
+        return any(offer is not None and offer.state == "ready" for offer in reading)
+
     def move(self, fetch: Fetch, what: FetchInput, after: FetchState, deadline_s: float | None = None) -> None:
         """Change or keep the state. A new state has the alarm `deadline_s` or none; a kept one keeps its own if it is None."""
         before, fetch.state = fetch.state, after

@@ -110,6 +110,11 @@ class PoolScheduler:
         return self._lookups.num_awaited + self._loads.num_owed
 
     @property
+    def num_loading(self) -> int:
+        """Requests that wait for the end of a load."""
+        return self._loads.num_owed
+
+    @property
     def num_saves(self) -> int:
         """Saves that hold blocks."""
         return len(self._saves)

@@ -168,6 +168,13 @@ class P2PScheduler:
         """Some request waits for or reads remote KV."""
         return self._consumer is not None and self._consumer.num_loads > 0
 
+    def awaits_ranks(self) -> bool:
+        """Some read has all it needs, and has not ended."""
+        if self._consumer is None:
+            return False
+        with self._driver.lock:
+            return self._consumer.awaits_ranks
+
     def drain(self) -> list[Action]:
         """What the machines want done by the scheduler thread, in order.
 

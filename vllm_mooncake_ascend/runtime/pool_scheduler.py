@@ -174,6 +174,12 @@ class PoolSchedulerShell:
             return len(self._unreported.owed) if self._driver.has_failed else self._machine.num_waiting
 
     @property
+    def num_loading(self) -> int:
+        """Requests that wait for the end of a load."""
+        with self._driver.lock:
+            return 0 if self._driver.has_failed else self._machine.num_loading
+
+    @property
     def is_usable(self) -> bool:
         """The store is asked: it is not taken for dead, and nothing here has failed."""
         with self._driver.lock:

@@ -26,14 +26,15 @@ def page(
         raise typer.BadParameter(f"not a report of bench: {error}") from error
     pictures = sorted(plots.glob("*.svg")) if plots is not None else []
     links = [Path(os.path.relpath(path, out.parent)) for path in pictures]
-    out.write_text("\n".join(page_of(read, links)) + "\n", encoding="utf-8")
+    reading = "[benchmarks](benchmarks.md)" if (out.parent / "benchmarks.md").is_file() else "docs/benchmarks.md of the project"
+    out.write_text("\n".join(page_of(read, links, reading)) + "\n", encoding="utf-8")
 
 
-def page_of(reports: Sequence[Report], pictures: Sequence[Path]) -> Iterator[str]:
-    """Its lines. What is noise has no number."""
+def page_of(reports: Sequence[Report], pictures: Sequence[Path], reading: str) -> Iterator[str]:
+    """Its lines. What is noise has no number. `reading`: where it is told how to read it."""
     yield "# One run of the benchmarks"
     yield ""
-    yield "Made by `vllm-mooncake-ascend bench page`; do not edit. How to read it: [benchmarks](benchmarks.md)."
+    yield f"Made by `vllm-mooncake-ascend bench`; do not edit. How to read it: {reading}."
     for report in reports:
         yield from _section(report)
         slug = report.command.replace(" ", "-")
