@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 pytest.importorskip("vllm")
 pytest.importorskip("mooncake")
 
-from tests.connector.test_two_engines import prefill, prompt_of, settle
+from tests.connector.test_two_engines import SETTLE_S, prefill, prompt_of, settle
 
 pytestmark = pytest.mark.engine
 
@@ -79,6 +80,25 @@ def test_what_one_engine_computed_another_loads(pair: tuple[Any, Any], num_token
     assert second.holds_kv(prompt, second.block_ids(request_id), num_tokens=num_whole)
     second.run_until(request_id)
     assert [10, 11, 12, 13] == second.tokens[request_id]
+    settle(first, second)
+
+
+def test_every_sleep_of_a_load_ends_with_its_news(pair: tuple[Any, Any]) -> None:
+    """Goal: a lookup's answer and the end of a load are heard at once, each where it comes in. Method: a minute's sleeps."""
+    first, second = pair
+    prompt = fresh_prompt(300)
+    compute(first, prompt)
+    loaded_tokens(second)
+    pacer = second.scheduler.get_kv_connector()._pacer
+    usual_s, pacer._wait_s = pacer._wait_s, SETTLE_S
+    started_s = time.monotonic()
+
+    request_id = admit(second, prompt)
+
+    assert time.monotonic() - started_s < SETTLE_S / 2
+    assert 9 * BLOCK == loaded_tokens(second)
+    pacer._wait_s = usual_s
+    second.run_until(request_id)
     settle(first, second)
 
 

@@ -64,6 +64,25 @@ def test_decode_gets_the_prompts_kv(make_engine: Make, num_tokens: int) -> None:
     settle(producer, consumer)
 
 
+def test_every_sleep_of_a_read_ends_with_its_news(make_engine: Make) -> None:
+    """Goal: an offer, the end of a copy and a verdict are heard at once, each where it comes in. Method: a minute's sleeps."""
+    producer, consumer = make_engine("kv_producer"), make_engine("kv_consumer")
+    prompt = prompt_of(300)
+    transfer = prefill(producer, prompt)
+    pacer = consumer.scheduler.get_kv_connector()._pacer
+    usual_s, pacer._wait_s = pacer._wait_s, SETTLE_S
+    started_s = time.monotonic()
+
+    request_id = consumer.add(prompt, transfer=transfer)
+    consumer.step_to_running(request_id)
+
+    assert time.monotonic() - started_s < SETTLE_S / 2
+    assert request_id in consumer.loaded
+    pacer._wait_s = usual_s
+    consumer.run_until(request_id)
+    settle(producer, consumer)
+
+
 def test_a_local_prefix_is_not_read_again(make_engine: Make) -> None:
     """Goal: only what decode lacks is moved, and the shared prefix stays. Method: prime decode with the first blocks."""
     producer, consumer = make_engine("kv_producer"), make_engine("kv_consumer")

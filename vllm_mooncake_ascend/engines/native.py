@@ -8,7 +8,7 @@ What Mooncake leaves to its caller and this class settles (0.3.13.post1):
 - destruction joins a thread that wakes once a second, with the GIL held: `listener` makes that thread wake more often;
 - lists of unequal length are read out of bounds: they are built here from arrays of one length;
 - its synchronous call asks for the state of every descriptor, again and again, until all are done. Over TCP that takes a core,
-  and the lock that the thread needs which moves the bytes: large reads are submitted and slept for (`_read_asleep`).
+  and the copy half as long again: large reads are submitted and slept for (`_read_asleep`).
 """
 
 from __future__ import annotations

@@ -96,17 +96,7 @@ class Consumer:
     def remote_tokens(self, request_id: RequestId, num_local_tokens: int) -> int | None:
         """Tokens to be loaded beyond `num_local_tokens`; None: not known yet, ask again. Changes nothing."""
         fetch = self._table.get(request_id)
-        if fetch is None:
-            return 0
-        match fetch.state:
-            case FetchState.ASKING | FetchState.PENDING:
-                return None
-            case FetchState.READY:
-                return offers.usable_tokens(fetch, num_local_tokens, self._settings.min_remote_tokens)
-            case FetchState.DOOMED:
-                return max(0, fetch.num_prompt_tokens - num_local_tokens)
-            case _:
-                return 0
+        return 0 if fetch is None else offers.remote_tokens(fetch, num_local_tokens, self._settings.min_remote_tokens)
 
     @property
     def num_loads(self) -> int:

@@ -8,7 +8,7 @@ from vllm_mooncake_ascend import limits
 from vllm_mooncake_ascend.layout.blocks import num_blocks_for, tokens_of_whole_blocks
 from vllm_mooncake_ascend.layout.plane import GroupLayout
 from vllm_mooncake_ascend.p2p import counters
-from vllm_mooncake_ascend.p2p.fetches import Fetch
+from vllm_mooncake_ascend.p2p.fetches import Fetch, FetchState
 from vllm_mooncake_ascend.wire.messages import PROTOCOL_VERSION, Offer, Welcome
 
 
@@ -83,10 +83,18 @@ def why_not_enough(offer: Offer, fetch: Fetch) -> str:
     return counters.OFFER_INVALID if offer.state == "ready" and offer.num_tokens < fetch.end_token else ""
 
 
-def usable_tokens(fetch: Fetch, num_local_tokens: int, min_remote_tokens: int) -> int:
-    """Tokens worth reading beyond those that are here already."""
-    num_tokens = _promised_tokens(fetch) - num_local_tokens
-    return num_tokens if num_tokens >= min_remote_tokens else 0
+def remote_tokens(fetch: Fetch, num_local_tokens: int, min_remote_tokens: int) -> int | None:
+    """Tokens that vLLM is to allocate for beyond `num_local_tokens`; None: not known yet."""
+    match fetch.state:
+        case FetchState.ASKING | FetchState.PENDING:
+            return None
+        case FetchState.READY:
+            num_tokens = _promised_tokens(fetch) - num_local_tokens
+            return num_tokens if num_tokens >= min_remote_tokens else 0
+        case FetchState.DOOMED:
+            return max(0, fetch.num_prompt_tokens - num_local_tokens)
+        case _:
+            return 0
 
 
 def covers(fetch: Fetch, first_token: int, end_token: int) -> bool:

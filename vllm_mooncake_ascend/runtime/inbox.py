@@ -36,6 +36,10 @@ class Inbox(Generic[Value]):
         self._wake()
         return True
 
+    def nudge(self) -> None:
+        """Call `wake` although nothing was put: something else has changed."""
+        self._wake()
+
     def drain(self) -> list[Value]:
         """Take all values, in the order they were put."""
         if not self._filled.is_set():

@@ -28,6 +28,7 @@ from vllm_mooncake_ascend.p2p.consumer import Consumer
 from vllm_mooncake_ascend.p2p.producer import Producer
 from vllm_mooncake_ascend.p2p.settings import ConsumerSettings, ProducerSettings
 from vllm_mooncake_ascend.runtime.address_policy import address_policy
+from vllm_mooncake_ascend.runtime.clock import boot_s
 from vllm_mooncake_ascend.runtime.curve import curve_keys
 from vllm_mooncake_ascend.runtime.driver import Action, Driver
 from vllm_mooncake_ascend.runtime.inbox import Inbox
@@ -53,7 +54,7 @@ class P2PScheduler:
         consumes: bool,
         wake: Callable[[], None] = lambda: None,
     ) -> None:
-        """`wake` is called, from any thread, when `drain` has something new."""
+        """`wake` is called, from any thread, when `drain` has something new, or `remote_tokens` may have."""
         self.incarnation = incarnation
         self._config = config
         self._produces = produces
@@ -221,12 +222,18 @@ class P2PScheduler:
 
     def producer_spoke(self, peer: PeerAddress, message: FromProducer) -> None:
         self._driver.feed_consumer(events.ProducerSpoke(peer=peer, message=message))
+        self._inbox.nudge()
 
     def peer_disconnected(self, peer: PeerAddress, reason: str) -> None:
         self._driver.feed_consumer(events.PeerDisconnected(peer=peer, reason=reason))
+        self._inbox.nudge()
 
     def fire_timers(self) -> float | None:
-        return self._driver.fire_timers()
+        due_s = self._driver.next_timer_s()
+        next_s = self._driver.fire_timers()
+        if due_s is not None and due_s <= boot_s():
+            self._inbox.nudge()
+        return next_s
 
     def is_crowded(self) -> bool:
         return self._inbox.is_crowded
