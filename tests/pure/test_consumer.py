@@ -220,6 +220,24 @@ def test_requests_that_vllm_holds_back_for_us_are_counted() -> None:
     assert 0 == stage.machine.num_loads
 
 
+def test_ranks_are_awaited_from_the_whole_order_to_their_last_end() -> None:
+    """Goal: an engine waits where the next news will be. Method: the states before, a read of two ranks, the verdict after."""
+    assert [False] * 3 == [at(state).machine.awaits_ranks for state in UNALLOCATED]
+    stage = at("reading", num_ranks=2)
+    assert stage.machine.awaits_ranks
+    stage.rank_ended(Outcome.DONE)
+    assert stage.machine.awaits_ranks
+    stage.rank_ended(Outcome.DONE, rank=1)
+    assert not stage.machine.awaits_ranks
+
+
+def test_a_read_that_was_given_up_is_not_awaited() -> None:
+    """Goal: nobody waits for it any more. Method: abort while reading; no rank has ended."""
+    stage = at("reading")
+    stage.end_request()
+    assert not stage.machine.awaits_ranks
+
+
 # --- refused ---------------------------------------------------------------------------------------------------------------
 
 

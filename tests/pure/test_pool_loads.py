@@ -51,6 +51,19 @@ def test_every_rank_must_have_loaded() -> None:
     assert [unpin(*ALL), report()] == stage.load_ended(rank=1)
 
 
+def test_a_load_is_awaited_as_long_as_a_request_waits_for_it() -> None:
+    """Goal: an engine waits at its workers for them alone. Method: a load that comes, one that is given up while it hangs."""
+    stage = loading(num_ranks=2)
+    stage.load_ended()
+    assert 1 == stage.machine.num_loading
+    stage.load_ended(rank=1)
+    assert 0 == stage.machine.num_loading
+
+    stage = loading()
+    stage.wait(limits.LOAD_WAIT_S)
+    assert (0, 6) == (stage.machine.num_loading, stage.machine.num_pinned_blocks)
+
+
 @pytest.mark.parametrize("outcome", [Outcome.REFUSED, Outcome.FAILED])
 def test_a_failed_load_names_the_blocks_that_did_not_come(outcome: Outcome) -> None:
     """Goal: older vLLM computes what is missing and keeps the rest. Method: two blocks failed."""

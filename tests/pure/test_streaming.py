@@ -220,7 +220,9 @@ def test_parts_follow_the_prefill() -> None:
     assert [(1, 0, 4, 8, False)] == orders(stage.hear(written(5, 6)))
     assert [] == stage.hear(written(5, 6))
     assert [] == stage.hear(written(5))
+    assert not stage.machine.awaits_ranks, "the next news is the prefill's"
     assert [(2, 0, 8, 10, True)] == orders(stage.offered("ready"))
+    assert stage.machine.awaits_ranks
     assert [messages.ReadDone(**about(), ok=True)] == sent(stage.rank_ended(Outcome.DONE))
 
 

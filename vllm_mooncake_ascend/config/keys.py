@@ -84,7 +84,7 @@ SHARED_KEYS = (
         name="tame_queue_spin",
         kind="flag",
         default_text="true on cpu, else false",
-        meaning="Shorten the busy loop of vLLM's queues between its processes, which burns a core while KV is awaited.",
+        meaning="Let readers of vLLM's queues between its processes nap, where its busy loop burns a core while KV is awaited.",
     ),
 )
 """Of both connectors."""

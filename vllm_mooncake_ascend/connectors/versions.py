@@ -121,7 +121,8 @@ def block_pool_of(manager: Any) -> Any:
 
 
 def spin_conditions() -> list[Any]:
-    """Readers of vLLM's shared-memory message queues in this process: objects with `busy_loop_s`, or none."""
+    """Readers of vLLM's shared-memory message queues in this process: objects with `busy_loop_s` and
+    `last_read`, or none."""
     try:
         from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
     except ImportError:
@@ -130,4 +131,5 @@ def spin_conditions() -> list[Any]:
 
     # By type, never by isinstance: that asks every object of the process for its __class__, and lazy modules load for it.
     conditions = [found for found in gc.get_objects() if issubclass(type(found), SpinCondition)]
-    return [found for found in conditions if getattr(found, "is_reader", False) and hasattr(found, "busy_loop_s")]
+    needed = ("busy_loop_s", "last_read")
+    return [found for found in conditions if getattr(found, "is_reader", False) and all(hasattr(found, one) for one in needed)]
