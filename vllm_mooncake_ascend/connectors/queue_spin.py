@@ -6,10 +6,10 @@ engine steps all the time, so one core of the decode engine is burnt for nothing
 prefill needs. The queue has a second way to wait, a socket poll.
 
 That way loses wake-ups: the writer's socket holds one message, and drops the next one when it has not yet noticed that the
-reader has taken the first, so a reader can sleep on a queue that has something for it until the poll ends after 5 s. Behind
-a spin of a second that hardly ever shows; behind a short one it is nearly every second answer of a step, as vLLM asks a worker
-twice: for the forward pass, and for tokens. So a tamed reader looks for itself: between naps while messages come, between polls
-of a moment when none has come for a while.
+reader has taken the first, so a reader can sleep on a queue that has something for it until the poll ends after 5 s. Behind a
+spin of a second that hardly ever shows; behind a short one it is nearly every second answer of a step, as vLLM asks a worker
+twice: for the forward pass, and for tokens. So a tamed reader looks for itself: between naps right after a message, then
+between polls of a moment.
 
 Only on CPU, only when the setting is found, and never with `"tame_queue_spin": false`.
 """
@@ -21,14 +21,16 @@ from typing import Any
 
 from vllm_mooncake_ascend.connectors import versions
 
-RECENT_S = 0.1
-"""A queue of an engine that decodes, or waits for KV, has a message within this; after a longer silence its reader polls."""
+SOON_S = 0.003
+"""What comes soon after another message, whose notification is the one that is lost, comes within this."""
 NAP_S = 0.0002
-"""How late its reader may find one. A nap costs 8 us: eight requests that decode took as long as with vLLM's own spin, and
-half the CPU."""
+"""How late its reader may find it. A nap costs 8 us, and on a core that computes it is taken from a step."""
+RECENT_S = 0.1
+"""A queue of an engine that decodes, or waits for KV, has a message within this."""
+RECENT_POLL_MS = 2
+"""How late its reader may find what it was not woken for."""
 POLL_MS = 5
-"""How late a reader that polls may find what it was not woken for. Two hundred looks a second are less than 2 % of a core
-(measured)."""
+"""The same after a longer silence. Two hundred looks a second are less than 2 % of a core (measured)."""
 
 
 def tame() -> int:
@@ -44,9 +46,11 @@ def tame() -> int:
 
 def _tamed(kind: Any) -> type:
     def wait(self: Any, timeout_ms: int | None = None) -> None:
-        if time.monotonic() - self.last_read < RECENT_S:
+        silence_s = time.monotonic() - self.last_read
+        if silence_s < SOON_S:
             time.sleep(NAP_S)
         else:
-            kind.wait(self, timeout_ms=POLL_MS if timeout_ms is None else min(timeout_ms, POLL_MS))
+            moment_ms = RECENT_POLL_MS if silence_s < RECENT_S else POLL_MS
+            kind.wait(self, timeout_ms=moment_ms if timeout_ms is None else min(timeout_ms, moment_ms))
 
     return type(f"Tamed{kind.__name__}", (kind,), {"wait": wait})
